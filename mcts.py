@@ -244,21 +244,26 @@ def _root_prior(root: Root, valid_mask, num_simulations: int, max_depth) -> tupl
 def _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, choice, root_choice=None):
     """The search with `choice(tables, rows [X], N [X], V [X]) -> action [X]`, and `root_choice(tables, k)` at the roots if
     that is another one.  Returns the tables of `_plant`, filled."""
-    caller_mode = torch.is_inference_mode_enabled()
-    with torch.inference_mode():  # a quarter faster on a CPU
-        t = _plant(root, prior, num_simulations, max_depth or num_simulations)
-        t.caller_mode, rows, returns = caller_mode, t.roots, root.value.float()
-        for k in range(num_simulations):
+    for k in range(num_simulations + 1):
+        with torch.inference_mode():  # a quarter faster on a CPU; the model is called in the mode of the caller
+            if k == 0:
+                t = _plant(root, prior, num_simulations, max_depth or num_simulations)
+                rows, returns = t.roots, root.value.float()
+            else:
+                rows, returns = _add(t, k, parent, edge, step)
             if rows.device.type == "cpu":  # leave nobody out; on a GPU it costs less than the wait for the shape
                 real = rows.nonzero().view(-1)
                 rows, returns = rows.take(real), returns.take(real)
-            edge = t.edge.take(rows)
-            node_visits, values = _backup(t, rows, edge, returns)
-            _choose(t, rows, edge, choice(t, rows, node_visits, values))
+            edges = t.edge.take(rows)
+            node_visits, values = _backup(t, rows, edges, returns)
+            if k == num_simulations:
+                break
+            _choose(t, rows, edges, choice(t, rows, node_visits, values))
             if root_choice is not None:
                 _choose(t, t.roots, t.root_edges, root_choice(t, k))
-            rows, returns = _expand(t, k + 1, recurrent_fn, whole_path)
-        _backup(t, rows, t.edge.take(rows), returns)
+            edge = t.exit.take(t.root_edges)
+            parent = edge // t.num_actions
+        step = _ask(t, recurrent_fn, whole_path, parent, edge)
     answers = {"reward": t.rewards, "discount": t.discounts, "prior_logits": t.greatest_logits, "value": t.raw_values}
     for name, table in answers.items():
         bad = ~table[len(t.roots) + 1 :].isfinite().view(len(t.roots), -1)  # [B, K+1]
@@ -277,7 +282,7 @@ def _plant(root: Root, prior: Tensor, num_simulations: int, max_depth: int):
     num_rows = 1 + num_batch + num_batch * (num_simulations + 1)
     above = torch.arange(1, num_batch + 1, device=prior.device)
     roots = above * (num_simulations + 1) + num_batch - num_simulations
-    floats, ints = prior.new_zeros, roots.new_zeros
+    floats, ints, depth_limit = prior.new_zeros, roots.new_zeros, max_depth < num_simulations
     t = SimpleNamespace(
         roots=roots, root_edges=above * num_actions,  # [B] rows and edges
         edge=ints(num_rows),  # [R] the edge into the node
@@ -288,10 +293,10 @@ def _plant(root: Root, prior: Tensor, num_simulations: int, max_depth: int):
         maps=floats(num_rows, 2, num_levels),  # [R, 2, D] offset and scale from the node to the nodes of its line
         q=floats(num_rows, num_actions), prior=floats(num_rows, num_actions),  # [R, A] of the edges, Q = 0: unvisited
         visits=floats(num_rows, num_actions),  # [R, A] n(a) of the edges, which is N of the node behind
-        child=ints(num_rows * num_actions),  # [R A] the row behind the edge, 0 = unvisited
+        child=ints(num_rows * num_actions if depth_limit else 0),  # [R A] the row behind the edge, 0 = unvisited
         exit=torch.arange(num_rows * num_actions, device=prior.device),  # [R A] an unvisited edge's exit is itself
         embedding=_map(lambda x: x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, roots, x), root.embedding),
-        num_actions=num_actions, depth_limit=max_depth < num_simulations,
+        num_actions=num_actions, depth_limit=depth_limit, one=prior.new_ones(()),
     )
     t.edge[roots], t.line[roots, 0], t.maps[:, 1, 0] = t.root_edges, roots, 1.0
     t.raw_values[roots], t.prior[roots] = root.value.float(), prior
@@ -307,7 +312,7 @@ def _backup(t, rows: Tensor, edge: Tensor, returns: Tensor) -> tuple[Tensor, Ten
     """V = (V N + G) / (N + 1), N = N + 1 for these nodes, Q = r + d V for the edges into them.  Returns N, V, [X]."""
     visits = t.visits.take(edge)
     returns = torch.addcmul(returns, t.values.take(rows), visits)
-    visits = visits + 1
+    visits = visits + t.one  # a tensor: to add a Python number takes three times as long
     values = returns / visits
     t.values.scatter_(0, rows, values)
     t.visits.view(-1).scatter_(0, edge, visits)
@@ -327,14 +332,24 @@ def _choose(t, rows: Tensor, edge: Tensor, action: Tensor):
     t.exit.scatter_(0, edge, exits.take(source))
 
 
-def _expand(t, index: int, recurrent_fn, whole_path: bool) -> tuple[Tensor, Tensor]:
-    """Evaluate the roots' exits as node `index` of every tree.  Returns the rows and returns of their lines, [X]."""
-    new, edge = t.roots + index, t.exit.take(t.root_edges)
+def _ask(t, recurrent_fn, whole_path: bool, parent: Tensor, edge: Tensor) -> Step:
+    """Have the model evaluate these edges, [B]."""
+    action = torch.sub(edge, parent, alpha=t.num_actions)
+    if not whole_path:
+        return recurrent_fn(_map(lambda table: table.index_select(0, parent), t.embedding), action)
+    line = t.line.index_select(0, parent)
+    line = line[:, : int((line > 0).sum(1).max())]  # [B, D]
+    gather = lambda table: table.index_select(0, line.flatten()).unflatten(0, line.shape)
+    return recurrent_fn(_map(gather, t.embedding), action, line > 0)
+
+
+def _add(t, index: int, parent: Tensor, edge: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Put what the model has answered at node `index` of every tree.  Returns the rows and returns of their lines, [X]."""
+    new = t.roots + index
     if t.depth_limit:  # at the limit the node may be there already
         child = t.child.take(edge)
         new = torch.where(child > 0, child, new)
-    parent = edge // t.num_actions
-    step = _ask(t, recurrent_fn, whole_path, parent, edge)
+        t.child.scatter_(0, edge, new)
     _map(lambda table, x: table.index_copy_(0, new, x), t.embedding, step.embedding)
     reward, discount, logits, value = (x.float() for x in step[:4])
     t.rewards.scatter_(0, new, reward)
@@ -343,7 +358,6 @@ def _expand(t, index: int, recurrent_fn, whole_path: bool) -> tuple[Tensor, Tens
     t.greatest_logits.scatter_(0, new, logits.abs().amax(1))
     t.prior.index_copy_(0, new, torch.softmax(logits, -1))
     t.edge.scatter_(0, new, edge)
-    t.child.scatter_(0, edge, new)
     levels = min(index, t.line.shape[1] - 1)  # the parents' lines are no longer
     line = torch.cat([new.unsqueeze(1), t.line[:, :levels].index_select(0, parent)], 1)
     t.line[:, : levels + 1].index_copy_(0, new, line)
@@ -356,18 +370,6 @@ def _expand(t, index: int, recurrent_fn, whole_path: bool) -> tuple[Tensor, Tens
     return line.view(-1), torch.cat([value, torch.addcmul(offset, scale, value)], 1).view(-1)
 
 
-def _ask(t, recurrent_fn, whole_path: bool, parent: Tensor, edge: Tensor) -> Step:
-    """Call the model in the caller's mode, so that nothing it keeps is marked as an inference tensor behind his back."""
-    with torch.inference_mode(t.caller_mode), torch.no_grad():
-        action = torch.sub(edge, parent, alpha=t.num_actions)
-        if not whole_path:
-            return recurrent_fn(_map(lambda table: table.index_select(0, parent), t.embedding), action)
-        line = t.line.index_select(0, parent)
-        line = line[:, : int((line > 0).sum(1).max())]  # [B, D]
-        gather = lambda table: table.index_select(0, line.flatten()).unflatten(0, line.shape)
-        return recurrent_fn(_map(gather, t.embedding), action, line > 0)
-
-
 def _result(t) -> tuple[Tensor, Tensor, Tensor, Tree]:
     """Visit counts, value and Q of the roots, and the tree as a caller wants it, [B, K+1, ...]."""
 
@@ -375,9 +377,9 @@ def _result(t) -> tuple[Tensor, Tensor, Tensor, Tree]:
         return table[len(t.roots) + 1 :].view(len(t.roots), -1, *table.shape[1:])
 
     def edges(table):
-        return nodes(torch.zeros_like(t.q).view(-1).scatter_(0, t.edge, table).view_as(t.q))
+        return nodes(table.new_zeros(t.q.numel()).scatter_(0, t.edge, table).view_as(t.q))
 
-    roots, edge, child = t.roots.unsqueeze(1), nodes(t.edge), nodes(t.child.view_as(t.q))
+    roots, edge, child = t.roots.unsqueeze(1), nodes(t.edge), edges(torch.arange(len(t.edge), device=t.edge.device))
     parent = edge // t.num_actions - roots  # negative: the place above the root, or nobody
     tree = Tree(
         parent.clamp(min=-1), (edge % t.num_actions).masked_fill(parent < 0, -1),

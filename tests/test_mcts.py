@@ -743,6 +743,9 @@ def test_case32_bounds_are_the_node_value_and_its_visited_children():
     some = torch.tensor([[1, 1, 0]])
     assert normalize_q(torch.tensor([[2.0, 4.0, 99.0]]), some, torch.tensor([3.0])).tolist() == [[0.0, 1.0, 0.0]]
     assert normalize_q(torch.tensor([[3.0, 4.0, -9.0]]), some, torch.tensor([2.0])).tolist() == [[0.5, 1.0, 0.0]]
+    both = torch.tensor([[1, 2]])  # with all children visited the node's value counts all the same
+    assert normalize_q(torch.tensor([[3.0, 4.0]]), both, torch.tensor([2.0])).tolist() == [[0.5, 1.0]]
+    assert normalize_q(torch.tensor([[3.0, 4.0]]), both, torch.tensor([5.0])).tolist() == [[0.0, 0.5]]
     large = normalize_q(torch.tensor([[1e6, 1e6 + 1]]), torch.tensor([[1, 1]]), torch.tensor([1e6]))
     assert large.tolist() == [[0.0, 1.0]]
 
