@@ -177,7 +177,6 @@ def search(
     valid, prior = _root_prior(root, valid_mask, num_simulations, max_depth)
     if dirichlet_fraction:
         prior = add_root_noise(prior, valid, dirichlet_alpha, dirichlet_fraction, generator)
-    prior = prior.masked_fill(~valid, -math.inf)  # so that not even a tie can choose it; `_result` makes it 0 again
     rates = exploration_rate(torch.arange(num_simulations + 2, device=prior.device).float(), pb_c_init, pb_c_base)
 
     def choice(t, rows, node_visits, values):
@@ -264,10 +263,9 @@ def _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, cho
             edge = t.exit.take(t.root_edges)
             parent = edge // t.num_actions
         step = _ask(t, recurrent_fn, whole_path, parent, edge)
-    answers = {"reward": t.rewards, "discount": t.discounts, "prior_logits": t.greatest_logits, "value": t.raw_values}
-    for name, table in answers.items():
-        bad = ~table[len(t.roots) + 1 :].isfinite().view(len(t.roots), -1)  # [B, K+1]
-        _raise_rows(bad.any(1), f"recurrent_fn's {name}: NaN or infinity")
+    bad = ~t.answers[:, len(t.roots) + 1 :].isfinite().view(4, len(t.roots), -1).all(2)  # [4, B]
+    for name, bad_rows in zip(("reward", "discount", "value", "prior_logits"), bad):
+        _raise_rows(bad_rows, f"recurrent_fn's {name}: NaN or infinity")
     return t
 
 
@@ -283,12 +281,13 @@ def _plant(root: Root, prior: Tensor, num_simulations: int, max_depth: int):
     above = torch.arange(1, num_batch + 1, device=prior.device)
     roots = above * (num_simulations + 1) + num_batch - num_simulations
     floats, ints, depth_limit = prior.new_zeros, roots.new_zeros, max_depth < num_simulations
+    answers = floats(4, num_rows)
     t = SimpleNamespace(
         roots=roots, root_edges=above * num_actions,  # [B] rows and edges
         edge=ints(num_rows),  # [R] the edge into the node
-        rewards=floats(num_rows), discounts=floats(num_rows),  # [R] of the edge into the node
-        values=floats(num_rows), raw_values=floats(num_rows),  # [R] V(s) and the model's value
-        greatest_logits=floats(num_rows),  # [R] the greatest |logit|, to find NaN and infinity
+        answers=answers,  # [4, R] the model's: reward and discount of the edge into the node, value, greatest |logit|
+        rewards=answers[0], discounts=answers[1], raw_values=answers[2],  # [R]
+        values=floats(num_rows),  # [R] V(s)
         line=ints(num_rows, num_levels),  # [R, D] rows: the node, its parent, ..., the root, nobody, ...
         maps=floats(num_rows, 2, num_levels),  # [R, 2, D] offset and scale from the node to the nodes of its line
         q=floats(num_rows, num_actions), prior=floats(num_rows, num_actions),  # [R, A] of the edges, Q = 0: unvisited
@@ -351,11 +350,10 @@ def _add(t, index: int, parent: Tensor, edge: Tensor, step: Step) -> tuple[Tenso
         new = torch.where(child > 0, child, new)
         t.child.scatter_(0, edge, new)
     _map(lambda table, x: table.index_copy_(0, new, x), t.embedding, step.embedding)
-    reward, discount, logits, value = (x.float() for x in step[:4])
-    t.rewards.scatter_(0, new, reward)
-    t.discounts.scatter_(0, new, discount)
-    t.raw_values.scatter_(0, new, value)
-    t.greatest_logits.scatter_(0, new, logits.abs().amax(1))
+    logits = step.prior_logits.float()
+    answers = torch.stack([step.reward, step.discount, step.value, logits.abs().amax(1)]).float()  # [4, B]
+    t.answers.index_copy_(1, new, answers)
+    reward, discount, value, _ = answers.unsqueeze(2).unbind()  # [B, 1]
     t.prior.index_copy_(0, new, torch.softmax(logits, -1))
     t.edge.scatter_(0, new, edge)
     levels = min(index, t.line.shape[1] - 1)  # the parents' lines are no longer
@@ -363,10 +361,9 @@ def _add(t, index: int, parent: Tensor, edge: Tensor, step: Step) -> tuple[Tenso
     t.line[:, : levels + 1].index_copy_(0, new, line)
     maps = t.maps[:, :, :levels].index_select(0, parent)
     offset, scale = maps.unbind(1)
-    offset.addcmul_(scale, reward.unsqueeze(1))
-    scale.mul_(discount.unsqueeze(1))
+    offset.addcmul_(scale, reward)
+    scale.mul_(discount)
     t.maps[:, :, 1 : levels + 1].index_copy_(0, new, maps)
-    value = value.unsqueeze(1)
     return line.view(-1), torch.cat([value, torch.addcmul(offset, scale, value)], 1).view(-1)
 
 
@@ -385,7 +382,7 @@ def _result(t) -> tuple[Tensor, Tensor, Tensor, Tree]:
         parent.clamp(min=-1), (edge % t.num_actions).masked_fill(parent < 0, -1),
         t.visits.take(edge).masked_fill(edge == 0, 0).long(), nodes(t.values).clone(), nodes(t.raw_values).clone(),
         (child - roots.unsqueeze(2)).clamp(min=-1), nodes(t.visits).long(), edges(t.rewards), edges(t.discounts),
-        nodes(t.prior).clamp(min=0),
+        nodes(t.prior).clone(),
     )
     return tree.children_visits[:, 0], tree.values[:, 0], nodes(t.q)[:, 0].clone(), tree
 

@@ -343,16 +343,16 @@ def test_ties_go_to_the_lowest_action():
     assert result.tree.action_from_parent[1, 1:3].tolist() == [2, 3]
 
 
-def test_an_invalid_action_does_not_win_a_tie_when_the_valid_priors_underflow():
-    """Softmax of (0, -1e4) is (1, 0): with q = 0 the second action's score is 0, as an invalid action's P would give."""
+def test_an_invalid_action_does_not_win_a_tie_when_a_valid_prior_underflows():
+    """Softmax of (0, -1e4) is (1, 0): action 2's prior is exactly 0, as the invalid action 0's."""
     root = Root(torch.tensor([[5.0, 0.0, -1e4]]), torch.zeros(1), torch.zeros(1))
 
     def worse(state, action):
         return Step(torch.where(action == 1, -1.0, -2.0), torch.zeros(1), torch.zeros(1, 3), torch.zeros(1), state)
 
     for method in (search, gumbel_search):
-        visits = method(root, worse, 50, valid_mask=torch.tensor([[0, 0, 1]])).visit_counts
-        assert visits.tolist() == [[0, 0, 50]]
+        assert method(root, worse, 50, valid_mask=torch.tensor([[0, 1, 1]])).visit_counts[0, 0] == 0
+        assert method(root, worse, 50, valid_mask=torch.tensor([[0, 0, 1]])).visit_counts.tolist() == [[0, 0, 50]]
 
 
 def test_the_model_may_be_trained_after_a_search_and_results_are_ordinary_tensors():
