@@ -219,8 +219,7 @@ def gumbel_search(
         sigma = complete_q(q, prior, visits, node_visits, t.raw_values.take(rows))
         return (torch.softmax(prior.log() + sigma, -1) - visits / node_visits.unsqueeze(-1)).argmax(-1)
 
-    at_root = lambda t, k: root_choice(t, schedule[k])[0]
-    t = _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, choice, at_root)
+    t = _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, choice, (root_choice, schedule))
     action, sigma = root_choice(t, t.visits.index_select(0, t.roots).amax(-1))
     return SearchResult(*_result(t), action, torch.softmax(prior.log() + sigma, -1))
 
@@ -240,9 +239,10 @@ def _root_prior(root: Root, valid_mask, num_simulations: int, max_depth) -> tupl
     return valid, torch.softmax(logits.masked_fill(~valid, -math.inf), -1)
 
 
-def _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, choice, root_choice=None):
-    """The search with `choice(tables, rows [X], N [X], V [X]) -> action [X]`, and `root_choice(tables, k)` at the roots if
-    that is another one.  Returns the tables of `_plant`, filled."""
+def _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, choice, at_root=(None, None)):
+    """The search with `choice(tables, rows [X], N [X], V [X]) -> action [X]`, or, where the roots choose differently,
+    `at_root` = (function, schedule) and `function(tables, schedule[k]) -> (action [B], ...)`.  Returns the tables."""
+    root_choice, schedule = at_root
     for k in range(num_simulations + 1):
         with torch.inference_mode():  # a quarter faster on a CPU; the model is called in the mode of the caller
             if k == 0:
@@ -259,7 +259,7 @@ def _grow(root, prior, recurrent_fn, num_simulations, max_depth, whole_path, cho
                 break
             _choose(t, rows, edges, choice(t, rows, node_visits, values))
             if root_choice is not None:
-                _choose(t, t.roots, t.root_edges, root_choice(t, k))
+                _choose(t, t.roots, t.root_edges, root_choice(t, schedule[k])[0])
             edge = t.exit.take(t.root_edges)
             parent = edge // t.num_actions
         step = _ask(t, recurrent_fn, whole_path, parent, edge)
@@ -338,12 +338,12 @@ def _ask(t, recurrent_fn, whole_path: bool, parent: Tensor, edge: Tensor) -> Ste
         return recurrent_fn(_map(lambda table: table.index_select(0, parent), t.embedding), action)
     line = t.line.index_select(0, parent)
     line = line[:, : int((line > 0).sum(1).max())]  # [B, D]
-    gather = lambda table: table.index_select(0, line.flatten()).unflatten(0, line.shape)
-    return recurrent_fn(_map(gather, t.embedding), action, line > 0)
+    embedding = _map(lambda table: table.index_select(0, line.flatten()).unflatten(0, line.shape), t.embedding)
+    return recurrent_fn(embedding, action, line > 0)
 
 
 def _add(t, index: int, parent: Tensor, edge: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """Put what the model has answered at node `index` of every tree.  Returns the rows and returns of their lines, [X]."""
+    """Make the answer node `index` of every tree.  Returns the rows and the returns of the new nodes' lines, [X]."""
     new = t.roots + index
     if t.depth_limit:  # at the limit the node may be there already
         child = t.child.take(edge)

@@ -330,7 +330,7 @@ def profile():
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as prof:
             search()
         num_operations = sum(event.cpu_parent is None for event in prof.events())
-        plain, seconds, functions = {}, {}, ("_ask", "_backup", "_children", "_choose", "_expand", "_grow", "_plant", "_result")
+        plain, seconds, functions = {}, {}, ("_ask", "_backup", "_children", "_choose", "_add", "_plant", "_result")
         for name in (*functions, "normalize_q", "puct_scores"):
             plain[name] = getattr(mcts, name)
             setattr(mcts, name, timed(plain[name], seconds.setdefault(name, [])))
