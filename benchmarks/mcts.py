@@ -1,7 +1,7 @@
 """Time of a whole search: mcts.py, mctx (jitted) and LightZero's class with its C++ tree, side by side, on one core.
 
     python benchmarks/mcts.py --install   # once: benchmarks/.venv/mctx and benchmarks/.venv/lightzero from PyPI (6 GB)
-    python benchmarks/mcts.py             # measure (15 minutes on a busy core), write benchmarks/results/mcts.json and .md
+    python benchmarks/mcts.py             # measure (10 minutes), write benchmarks/results/mcts.json and .md
     python benchmarks/mcts.py --profile   # where mcts.py's time goes, and how many operations a simulation takes
 
 Without their environments the others are left out, with a message.  Each library runs in its own process, pinned to one
