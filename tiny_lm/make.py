@@ -165,10 +165,10 @@ def valid_share(policy, cfg, transitions):
     return valid, sum(a == t["action"] for a, t in zip(actions, transitions)) / len(actions)
 
 
-def main(cfg, width=128, layers=4, heads=4, batch_size=32, lr=2e-3, prompt_weight=0.1, noise=0.25):
+def main(cfg, steps=4000, games=2400, width=128, layers=4, heads=4, batch_size=32, lr=2e-3, prompt_weight=0.1, noise=0.25):
     """Collect expert games, build the tokenizer, train, save to tiny_lm/ (atomically by folder: only at the end)."""
     torch.manual_seed(cfg.seed)
-    transitions = collect("train", cfg.warm_start_games, noise, cfg.max_steps)
+    transitions = collect("train", games, noise, cfg.max_steps)
     held_out = collect("valid_unseen", 60, noise, cfg.max_steps)
     types = sorted({m.group(1) for t in transitions + held_out for text in [t["obs"], *t["admissible"]]
                     for m in ENTITY.finditer(text)})
@@ -181,6 +181,6 @@ def main(cfg, width=128, layers=4, heads=4, batch_size=32, lr=2e-3, prompt_weigh
         valid, expert = valid_share(policy, cfg, held_out)
         tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the expert's {expert:.3f}")
 
-    train(model, tokenizer, types, data, cfg.warm_start_steps, batch_size, lr, prompt_weight, report)
+    train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, report)
     save_model(policy, TINY_FOLDER, cfg)
     print(f"wrote {TINY_FOLDER}; see how it plays: python paw.py --env alfworld --updates 0")
