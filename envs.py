@@ -8,7 +8,7 @@ Every environment is a `TextEnv` (gymnasium's `Env` with str observations and st
 them together.  This file knows nothing of the two methods that use it.
 """
 
-import copy
+import contextlib
 import functools
 import gc
 import gzip
@@ -216,6 +216,7 @@ from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInf
 from alfworld.agents.expert import (HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent,  # noqa: E402
                                     handcoded_expert)
 from alfworld.gen import constants, goal_library  # noqa: E402
+from fast_downward.translate import pddl, timers  # noqa: E402
 from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # noqa: E402
 from textworld.envs.pddl import PddlEnv  # noqa: E402
 
@@ -240,7 +241,7 @@ TASK_NEEDS = {  # task -> (rooms, one of these receptacles must be there, abilit
     "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"),
     "pick_two_obj_and_place": (ALL_ROOMS, (), None),
 }
-PDDL_ESCAPES = str.maketrans({"-": "_minus_", "#": "-", "|": "_bar_", "+": "_plus_", ".": "_dot_", ",": "_comma_"})
+PDDL_ESCAPES = (("-", "_minus_"), ("#", "-"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_"), (",", "_comma_"))
 
 
 def thing_type(thing_id: str) -> str:
@@ -338,8 +339,8 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
                   if kind in constants.VAL_ACTION_OBJECTS[ability]]
         facts += [f"(pickupable {obj})"] if kind not in LAMPS else []
         facts += [f"(isReceptacleObject {obj})"] if kind in constants.MOVABLE_RECEPTACLES else []
-    things, facts, goal = ("\n".join(part).translate(PDDL_ESCAPES) for part in (things, facts, [goal]))
-    return f"(define (problem house)\n(:domain alfred)\n(:objects\n{things}\n)\n(:init\n{facts}\n){goal}"
+    text = "\n".join(["(define (problem house)", "(:domain alfred)", "(:objects", *things, ")", "(:init", *facts, ")" + goal])
+    return functools.reduce(lambda text, escape: text.replace(*escape), PDDL_ESCAPES, text)
 
 
 def make_house(size: str, split: str, index: int, attempt: int):
@@ -399,7 +400,7 @@ def write_file(path: Path, data: bytes):
 PATCHED_VERSIONS = {"alfworld": "0.4.2", "textworld": "1.7.0"}
 STOCK = {"pddl2sas": fast_downward.pddl2sas, "parse_grammar": pddl_logic._parse_and_convert,
          "parse_text": textgen._parse_and_convert, "parse_query": textworld.logic.Rule.parse_conjunctive_query,
-         "replan": pddl_logic.PddlState.replan}
+         "apply": pddl_logic.PddlState.apply, "replan": pddl_logic.PddlState.replan}
 
 
 def run_pddl2sas(domain: str, problem: str, optimize: bool) -> bytes:
@@ -462,12 +463,14 @@ def init_pddl_state(self, downward_lib, pddl_problem, logic):
     for kind in game.task.types:
         if kind.name not in logic.types._types:
             logic.types.add(textworld.logic.Type(kind.name, kind.supertype_names))
-    downward_lib.load_sas(game.sas)
+    if downward_lib.__dict__.get("fresh") is not game:  # load() and reset() build a state each
+        downward_lib.load_sas(game.sas)
+        downward_lib.fresh = game
     if game.start is None:
         self._facts, self._vars_by_name = defaultdict(set), {}
         self._vars_by_type, self._var_counts = defaultdict(set), Counter()
         for atom in game.task.init:
-            if isinstance(atom, fast_downward.translate.pddl.conditions.Atom) and atom.predicate != "=":
+            if isinstance(atom, pddl.Atom) and atom.predicate != "=":
                 arguments = [textworld.logic.Variable(arg, self.name2type[arg]) for arg in atom.args]
                 self.add_fact(textworld.logic.Proposition(atom.predicate, arguments))
         atoms = (pddl_logic.Atom * downward_lib.get_state_size())()
@@ -479,6 +482,12 @@ def init_pddl_state(self, downward_lib, pddl_problem, logic):
     self._facts = defaultdict(set, {signature: set(props) for signature, props in facts.items()})
     self._vars_by_name, self._var_counts = dict(by_name), counts.copy()
     self._vars_by_type = defaultdict(set, {kind: set(variables) for kind, variables in by_type.items()})
+
+
+def apply(self, action):
+    """PddlState.apply, which notes that the planner's library has left the start."""
+    self.downward_lib.fresh = None
+    return STOCK["apply"](self, action)
 
 
 def replan(self, infos):
@@ -540,12 +549,15 @@ def gather_infos(self):
 
 def light_copy(value):
     """Stands for deepcopy in textgen: copies lists, dictionaries and symbols, shares the things that they hold."""
+    if isinstance(value, dict):
+        return dict(value)
     if isinstance(value, list):
         return [light_copy(item) for item in value]
-    value = copy.copy(value)
+    twin = object.__new__(type(value))
+    twin.__dict__.update(value.__dict__)
     if isinstance(value, textgen.ListSymbol):
-        value.symbol = copy.copy(value.symbol)  # derive() writes the context into this one
-    return value
+        twin.symbol = light_copy(value.symbol)  # derive() writes its context into this one
+    return twin
 
 
 @functools.lru_cache(maxsize=4096)
@@ -585,7 +597,9 @@ def patch_engine():
     pddl_logic.GameLogic.__init__ = init_game_logic
     pddl_logic.PddlState.__init__ = init_pddl_state
     pddl_logic.PddlState.all_applicable_actions = all_applicable_actions
+    pddl_logic.PddlState.apply = apply
     pddl_logic.PddlState.replan = replan
+    timers.timing = lambda *_, **__: contextlib.nullcontext()  # the print-outs of times cost 5 ms a game
     textgen.deepcopy = light_copy
     textgen._parse_and_convert = lambda text, rule_name, trace=False: light_copy(parsed_text(text, rule_name))
     textworld.logic.Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(STOCK["parse_query"])
