@@ -8,9 +8,8 @@ Every environment is a `TextEnv` (gymnasium's `Env` with str observations and st
 them together.  This file knows nothing of the two methods that use it.
 """
 
-import copy
+import contextlib
 import functools
-import gc
 import gzip
 import hashlib
 import importlib.metadata
@@ -216,6 +215,7 @@ from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInf
 from alfworld.agents.expert import (HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent,  # noqa: E402
                                     handcoded_expert)
 from alfworld.gen import constants, goal_library  # noqa: E402
+from fast_downward.translate import pddl, timers  # noqa: E402
 from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # noqa: E402
 from textworld.envs.pddl import PddlEnv  # noqa: E402
 
@@ -240,7 +240,7 @@ TASK_NEEDS = {  # task -> (rooms, one of these receptacles must be there, abilit
     "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"),
     "pick_two_obj_and_place": (ALL_ROOMS, (), None),
 }
-PDDL_ESCAPES = str.maketrans({"-": "_minus_", "#": "-", "|": "_bar_", "+": "_plus_", ".": "_dot_", ",": "_comma_"})
+PDDL_ESCAPES = (("-", "_minus_"), ("#", "-"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_"), (",", "_comma_"))
 
 
 def thing_type(thing_id: str) -> str:
@@ -338,8 +338,8 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
                   if kind in constants.VAL_ACTION_OBJECTS[ability]]
         facts += [f"(pickupable {obj})"] if kind not in LAMPS else []
         facts += [f"(isReceptacleObject {obj})"] if kind in constants.MOVABLE_RECEPTACLES else []
-    things, facts, goal = ("\n".join(part).translate(PDDL_ESCAPES) for part in (things, facts, [goal]))
-    return f"(define (problem house)\n(:domain alfred)\n(:objects\n{things}\n)\n(:init\n{facts}\n){goal}"
+    text = "\n".join(["(define (problem house)", "(:domain alfred)", "(:objects", *things, ")", "(:init", *facts, ")" + goal])
+    return functools.reduce(lambda text, escape: text.replace(*escape), PDDL_ESCAPES, text)
 
 
 def make_house(size: str, split: str, index: int, attempt: int):
@@ -399,21 +399,18 @@ def write_file(path: Path, data: bytes):
 PATCHED_VERSIONS = {"alfworld": "0.4.2", "textworld": "1.7.0"}
 STOCK = {"pddl2sas": fast_downward.pddl2sas, "parse_grammar": pddl_logic._parse_and_convert,
          "parse_text": textgen._parse_and_convert, "parse_query": textworld.logic.Rule.parse_conjunctive_query,
-         "replan": pddl_logic.PddlState.replan}
+         "apply": pddl_logic.PddlState.apply, "replan": pddl_logic.PddlState.replan}
 
 
 def run_pddl2sas(domain: str, problem: str, optimize: bool) -> bytes:
     """fast_downward.pddl2sas, which leaves its own sys.argv behind and takes sys.stdout while it works."""
     argv, stdout = sys.argv, sys.stdout
-    gc.disable()  # a third of the time else goes into looking for garbage that is not there
     try:
         return STOCK["pddl2sas"](domain, problem, optimize=optimize)[1].encode()
     finally:
-        gc.enable()
         sys.argv, sys.stdout = argv, stdout
 
 
-@functools.lru_cache(maxsize=64)
 def translate(domain: str, problem: str, optimize: bool) -> bytes:
     """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 600 in a full one."""
     digest = hashlib.sha256(f"{optimize}\n{domain}\n{problem}".encode()).hexdigest()
@@ -462,12 +459,14 @@ def init_pddl_state(self, downward_lib, pddl_problem, logic):
     for kind in game.task.types:
         if kind.name not in logic.types._types:
             logic.types.add(textworld.logic.Type(kind.name, kind.supertype_names))
-    downward_lib.load_sas(game.sas)
+    if downward_lib.__dict__.get("fresh") is not game:  # load() and reset() build a state each
+        downward_lib.load_sas(game.sas)
+        downward_lib.fresh = game
     if game.start is None:
         self._facts, self._vars_by_name = defaultdict(set), {}
         self._vars_by_type, self._var_counts = defaultdict(set), Counter()
         for atom in game.task.init:
-            if isinstance(atom, fast_downward.translate.pddl.conditions.Atom) and atom.predicate != "=":
+            if isinstance(atom, pddl.Atom) and atom.predicate != "=":
                 arguments = [textworld.logic.Variable(arg, self.name2type[arg]) for arg in atom.args]
                 self.add_fact(textworld.logic.Proposition(atom.predicate, arguments))
         atoms = (pddl_logic.Atom * downward_lib.get_state_size())()
@@ -479,6 +478,12 @@ def init_pddl_state(self, downward_lib, pddl_problem, logic):
     self._facts = defaultdict(set, {signature: set(props) for signature, props in facts.items()})
     self._vars_by_name, self._var_counts = dict(by_name), counts.copy()
     self._vars_by_type = defaultdict(set, {kind: set(variables) for kind, variables in by_type.items()})
+
+
+def apply(self, action):
+    """PddlState.apply, which notes that the planner's library has left the start."""
+    self.downward_lib.fresh = None
+    return STOCK["apply"](self, action)
 
 
 def replan(self, infos):
@@ -540,12 +545,15 @@ def gather_infos(self):
 
 def light_copy(value):
     """Stands for deepcopy in textgen: copies lists, dictionaries and symbols, shares the things that they hold."""
+    if isinstance(value, dict):
+        return dict(value)
     if isinstance(value, list):
         return [light_copy(item) for item in value]
-    value = copy.copy(value)
+    twin = object.__new__(type(value))
+    twin.__dict__.update(value.__dict__)
     if isinstance(value, textgen.ListSymbol):
-        value.symbol = copy.copy(value.symbol)  # derive() writes the context into this one
-    return value
+        twin.symbol = light_copy(value.symbol)  # derive() writes its context into this one
+    return twin
 
 
 @functools.lru_cache(maxsize=4096)
@@ -585,61 +593,124 @@ def patch_engine():
     pddl_logic.GameLogic.__init__ = init_game_logic
     pddl_logic.PddlState.__init__ = init_pddl_state
     pddl_logic.PddlState.all_applicable_actions = all_applicable_actions
+    pddl_logic.PddlState.apply = apply
     pddl_logic.PddlState.replan = replan
+    timers.timing = lambda *_, **__: contextlib.nullcontext()  # the print-outs of times cost 5 ms a game
     textgen.deepcopy = light_copy
     textgen._parse_and_convert = lambda text, rule_name, trace=False: light_copy(parsed_text(text, rule_name))
     textworld.logic.Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(STOCK["parse_query"])
+
+
+class HandcodedExpert:
+    """The package's hand-coded agent, which does not know where things are, with its two faults mended.
+
+    It awaits "put X in/on Y" where the engine says "move X to Y", and it draws from the global random generator.
+    """
+
+    def __init__(self, game_file: Path, feedback: str, seed: str):
+        self.agent, self.rng, self.action = HandCodedTWAgent(max_steps=200), random.Random(seed), "look"
+        self.agent.reset(str(game_file))
+        self.agent.observe(feedback)
+
+    def observe(self, state: dict, command: str):
+        """Follow one step; afterwards `action` is the next action, None if the agent gave up."""
+        command = "put " + command[len("move "):] if command.startswith("move ") else command
+        stock_random, handcoded_expert.random = handcoded_expert.random, self.rng
+        try:
+            action = self.agent.act(state, 0, state["won"], command)
+            self.action = action if action in state["admissible_commands"] else "look"
+        except (HandCodedAgentFailed, HandCodedAgentTimeout):
+            self.action = None
+        finally:
+            handcoded_expert.random = stock_random
+
+
+@functools.lru_cache(maxsize=16)
+def official_games(root: Path, task_types: tuple) -> tuple:
+    """Folders of the downloaded games below `root`, by relative path, without those that the package leaves out too."""
+    folders = [file.parent for file in sorted(root.rglob("game.tw-pddl"), key=lambda file: file.relative_to(root).parts)]
+    if not folders:
+        raise InputError(f"no ALFWorld games in {root}: run alfworld-download, or let ALFWORLD_DATA name the folder that "
+                         "holds json_2.1.1")
+    chosen = tuple(folder for folder in folders if folder.parent.name.split("-")[0] in task_types
+                   and "movable" not in str(folder) and "Sliced" not in str(folder)
+                   and json.loads((folder / "game.tw-pddl").read_text()).get("solvable"))
+    if not chosen:
+        raise InputError(f"no solvable games of the types {', '.join(task_types)} in {root}")
+    return chosen
 
 
 class AlfworldEnv(TextEnv):
     """Household tasks in text (arXiv 2010.03768), in the packages' own engine.  Reward 1 on success, else 0.
 
     Args:
-        houses: "small" (6-8 receptacles) or "full" (25-30, like the official ones): generated; "official": downloaded.
-        split: "train", "valid_seen" (rooms of the training set) or "valid_unseen" (other rooms).
-        task_types: names out of ALFWORLD_TASKS; None for all six.  Task i of generated houses has type i modulo these.
+        houses: "small" (6-8 receptacles) or "full" (25-30, like the official ones), generated when first asked for; or
+            "official": those of $ALFWORLD_DATA.
+        split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
+        task_types: names out of ALFWORLD_TASKS; None for all six.  Generated: task i has type i modulo these.
         max_steps: actions per episode.
         num_games: how many tasks; None for SPLITS[split], or for all the official games.
         expert: who answers `expert_action`: "planner" (knows everything, shortest plan) or "handcoded" (the package's
-            AlfredExpert, which has to look for things; reset and step must all pass through this object).
+            agent, which has to look for things).
     """
+
+    _folders = {}  # (cache folder, size, split, number of the game) -> its folder; known to all environments
 
     def __init__(self, houses="small", split="train", task_types=None, max_steps=50, num_games=None, expert="planner"):
         task_types = tuple(task_types or ALFWORLD_TASKS)
-        for name, value, allowed in (("houses", houses, (*HOUSE_SIZES, "official")), ("split", split, SPLITS),
-                                     ("expert", expert, ("planner", "handcoded")),
-                                     *(("task_types", kind, ALFWORLD_TASKS) for kind in task_types)):
-            if value not in allowed:
-                raise InputError(f"{name} '{value}' is unknown: choose from {', '.join(allowed)}")
+        for name, values, allowed in (("houses", [houses], (*HOUSE_SIZES, "official")), ("split", [split], SPLITS),
+                                      ("task_types", task_types, ALFWORLD_TASKS),
+                                      ("expert", [expert], ("planner", "handcoded"))):
+            for value in values:
+                if value not in allowed:
+                    raise InputError(f"{name}: unknown value '{value}', choose from {', '.join(allowed)}")
+        if num_games is not None and num_games < 1:
+            raise InputError(f"num_games is {num_games}, but must be at least 1")
         patch_engine()
-        self.houses, self.split, self.task_types, self.max_steps, self.expert = houses, split, task_types, max_steps, expert
+        self.houses, self.split, self.task_types, self.max_steps = houses, split, task_types, max_steps
         self.num_tasks = num_games or SPLITS[split]
+        if houses == "official":
+            data = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
+            self.games = official_games(data / "json_2.1.1" / split, task_types)[:num_games]
+            self.num_tasks = len(self.games)
+        self.expert = expert
         self.engine = AlfredInfos(AlfredDemangler(PddlEnv(textworld.EnvInfos(facts=expert == "handcoded"))))
-        self._loaded, self._paths = None, {}
+        self._loaded = None
+
+    def _index(self, task: int) -> int:
+        """Number of a task in the list of all generated games of the split, which a filter of types only picks from."""
+        rounds, kind = divmod(task, len(self.task_types))
+        return rounds * len(ALFWORLD_TASKS) + ALFWORLD_TASKS.index(self.task_types[kind])
+
+    def tasks_hash(self) -> str:
+        """Identifies the list of tasks: equal on two machines if task i is the same game on both, for all i."""
+        if self.houses == "official":
+            ids = ["/".join(folder.parts[-2:]) for folder in self.games]
+        else:  # games are a function of their number: a few stand for all
+            ids = [make_house(self.houses, self.split, self._index(task), 0) for task in range(min(12, self.num_tasks))]
+        return hashlib.sha256(repr((self.num_tasks, ids)).encode()).hexdigest()[:16]
 
     def _prove(self, game: dict, core: str):
-        """A shortest plan for the house without the things that do not matter, played to the end in the engine.
+        """A shortest plan, found without the things that do not matter and played to the end in the engine.
 
         Returns the list of commands; None if there is no plan or the engine does not call its end a success.
         """
         library = self.engine.downward_lib
+        library.fresh = self._loaded = None
         if not library.solve_sas(run_pddl2sas(game["pddl_domain"], core, optimize=True), False):
             return None
         operators = (fast_downward.Operator * library.get_last_plan_length())()
         library.get_last_plan(operators)
         self.engine.load(game)
         state = self.engine.reset()
-        plan = self.engine._pddl_state.plan_to_templated_actions([operator.name for operator in operators],
-                                                                     self.engine._entity_infos)
+        names = [operator.name for operator in operators]
+        plan = self.engine._pddl_state.plan_to_templated_actions(names, self.engine._entity_infos)
         for command in plan:
             state, _, _ = self.engine.step(command)
         return plan if state["won"] else None
 
-    def _generated(self, task: int) -> Path:
-        """Folder of task number `task`; the game is made, and proven solvable, if it is not there yet."""
-        index = task // len(self.task_types) * len(ALFWORLD_TASKS) + ALFWORLD_TASKS.index(
-            self.task_types[task % len(self.task_types)])
-        root = cache_folder() / self.houses / self.split
+    def _generate(self, root: Path, index: int) -> Path:
+        """Folder of game number `index`, which is made, proven and written below `root` if it is not there yet."""
         for attempt in range(100):
             house = make_house(self.houses, self.split, index, attempt)
             if house is None:
@@ -649,44 +720,70 @@ class AlfworldEnv(TextEnv):
                 return root / path
             game["walkthrough"] = self._prove(game, core)
             game["solvable"] = bool(game["walkthrough"])
-            if game["solvable"]:
+            if not game["solvable"]:
+                continue
+            try:
                 write_file(root / path / "traj_data.json", json.dumps(traj_data, indent=1).encode())
                 write_file(root / path / "game.tw-pddl", json.dumps(game).encode())
-                return root / path
+            except OSError as error:
+                raise InputError(f"cannot write houses to {cache_folder()} ({error.strerror}): let TEXT_ENVS_CACHE name "
+                                 "a folder that you may write to") from error
+            return root / path
         raise RuntimeError(f"no solvable {self.houses} house in 100 attempts: split {self.split}, game {index}")
+
+    def _folder(self, task: int) -> Path:
+        if self.houses == "official":
+            return self.games[task]
+        root, index = cache_folder() / self.houses / self.split, self._index(task)
+        if not self._folders.get((root, index), root / "none").exists():
+            self._folders[root, index] = self._generate(root, index)
+        return self._folders[root, index]
 
     def _reset(self, seed, options):
         task = options.get("task")
         if task is None:
             task = int(self.np_random.integers(self.num_tasks))
         if not 0 <= task < self.num_tasks:
-            raise InputError(f"task {task} is not in 0 ... {self.num_tasks - 1}")
-        if task not in self._paths:
-            self._paths[task] = self._generated(task)
-        path = self._paths[task]
-        if self._loaded != path:
-            self.engine.load(str(path / "game.tw-pddl"))
-            self._loaded = path
+            raise InputError(f"task {task} does not exist: this environment has tasks 0 to {self.num_tasks - 1}")
+        folder = self._folder(task)
+        if self._loaded != folder:
+            self._loaded = None
+            self.engine.load(str(folder / "game.tw-pddl"))
+            self._loaded = folder
         self.state = self.engine.reset()
-        _, obs, goal = self.state.feedback.split("\n\n")
-        self._goal, self._task_id = goal.removeprefix("Your task is to: "), "/".join(path.parts[-2:])
+        banner, obs, goal = self.state["feedback"].split("\n\n")
+        self._goal, self._task_id = goal.removeprefix("Your task is to: "), "/".join(folder.parts[-2:])
+        # Official walkthroughs are the hand-coded expert's, not the planner's.
+        self._plan = None if self.houses == "official" else list(self.engine.walkthrough)
+        if self.expert == "handcoded":
+            self._agent = HandcodedExpert(folder / "game.tw-pddl", self.state["feedback"], f"{seed} {task}")
         return obs, self._info(valid_action=True)
 
     def _step(self, action):
         command = action.strip().lower()
         valid = command in self.state["admissible_commands"]
         self.state, reward, done = self.engine.step(command)
-        return self.state.feedback, reward, done, self._info(valid)
+        self._plan = self._plan[1:] if self._plan and self._plan[0] == command else None
+        if self.expert == "handcoded" and not done:
+            self._agent.observe(self.state, command)
+        return self.state["feedback"], reward, done, self._info(valid)
 
     def _info(self, valid_action: bool) -> dict:
         won = bool(self.state["won"])
-        return {"goal": self._goal, "admissible_actions": self.state["admissible_commands"], "task_id": self._task_id,
-                "task_type": self._task_id.split("-")[0], "won": won, "valid_action": valid_action, "score": float(won)}
+        return {"goal": self._goal, "admissible_actions": list(self.state["admissible_commands"]),
+                "task_id": self._task_id, "task_type": self._task_id.split("-")[0], "won": won,
+                "valid_action": valid_action, "score": float(won)}
 
     def expert_action(self):
-        """The expert's next action in the current state; None if the expert has none."""
-        plan = self.engine._pddl_state.replan(self.engine._entity_infos)
-        return plan[0] if plan else None
+        """The expert's action in the current state; None if it has none (it gave up, or the episode is over).
+
+        The planner knows the way from the start; off it, it plans again: quick in small houses, seconds in full ones.
+        """
+        if self.expert == "handcoded":
+            return self._agent.action
+        if not self._plan:
+            self._plan = self.engine._pddl_state.replan(self.engine._entity_infos)
+        return self._plan[0] if self._plan else None
 
 
 ENVS["alfworld"] = AlfworldEnv
