@@ -95,7 +95,7 @@ class Config:
     clip_low: float = flag(0.2, "PPO clip below 1", low=0, high=1)
     clip_high: float = flag(0.2, "PPO clip above 1", low=0)
     kl_coef: float = flag(0.01, "weight of the k3 KL to the frozen start; 0 = off (verl-agent: 0.01)", low=0)
-    token_budget: int = flag(16384, "padded tokens of one forward pass; the gradient does not depend on it", low=1)
+    token_budget: int = flag(4096, "padded tokens of one forward pass; the gradient does not depend on it", low=1)
     eval_every: int = flag(0, "updates between evaluations; 0 = only before and after", low=0)
     eval_episodes: int = flag(252, "episodes of an evaluation; 0 = none", low=0)
     sample_every: int = flag(10, "updates between sample transcripts", low=1)
@@ -141,7 +141,6 @@ def masked_mean(x, mask):
 
 def action_entropy(logp, action_mask):
     """Entropy of a response from the sampled tokens alone: -(1/|a|) sum_i q_i log q_i, q_i = the sampled token's probability.
-
     Not the full-vocabulary entropy (`--entropy full`), but one term of its sum per token, as the paper writes it.
     Args: logp [B, S] natural log; action_mask [B, S], 1 = response token.  Returns [B], in nats.  Source: PaW 3.1.
     >>> action_entropy(torch.tensor([[.5, .25]]).log(), torch.ones(1, 2))
@@ -151,7 +150,6 @@ def action_entropy(logp, action_mask):
 
 def select_transitions(entropy, alpha):
     """The ceil(alpha N) transitions of the WHOLE update with the highest entropy; ties go to the lower index.
-
     Args: entropy [N]; alpha in (0, 1].  Returns bool [N].  Source: PaW eq. 4 (the rounding is ours).
     """
     num_kept = math.ceil(alpha * len(entropy) - 1e-9)  # 0.07 * 100 is 7.000000000000001 in floating point: 7 is meant
@@ -161,7 +159,6 @@ def select_transitions(entropy, alpha):
 
 def clipped_mae(logp, obs_mask, rho):
     """Clipped mean absolute error of a predicted observation: sum_i m_i (1 - p_i) / |o|, m_i = [p_i <= rho] a constant.
-
     |o| counts ALL observation tokens, not the unmasked ones.
     Args: logp [B, O]; obs_mask [B, O], 1 = observation token; rho in (0, 1].  Returns [B].  Source: PaW eq. 7-8.
     >>> clipped_mae(torch.tensor([[.1, .2, .5]]).log(), torch.ones(1, 3), rho=.2)
@@ -194,7 +191,6 @@ def group_normalize(x, group_ids):
 
 def group_advantages(returns, group_ids):
     """GRPO's advantage (A of PaW eq. 1) of each episode in its group: returns [N], group_ids [N] -> [N].
-
     Raises ValueError for a group of one.
     >>> group_advantages(torch.tensor([10., 0, 0, 0]), torch.zeros(4, dtype=torch.long))
     tensor([ 1.5000, -0.5000, -0.5000, -0.5000])
@@ -213,7 +209,6 @@ def discounted_returns(rewards, gamma):
 
 def gigpo_advantages(returns, group_ids, step_returns, episode_ids, anchor_ids, omega=1.0):
     """GiGPO's advantage of each step: the episode's, plus omega times the step's among equal states of its group.
-
     Args: returns, group_ids [E] of the episodes; step_returns [N], discounted; episode_ids [N], rows of `returns`;
     anchor_ids [N], equal for the same group and observation text.  Returns [N].  Source: Feng et al. 2025 (2505.10978).
     """
@@ -221,7 +216,6 @@ def gigpo_advantages(returns, group_ids, step_returns, episode_ids, anchor_ids, 
 
 def policy_loss(logp, old_logp, advantage, action_mask, clip_low, clip_high):
     """PPO's clipped surrogate, mean over all response tokens of the batch.  Source: PaW eq. 1 with GRPO's clip.
-
     Args: logp, old_logp [B, S]; advantage [B]; action_mask [B, S].  Returns a scalar, 0 for an empty mask.
     """
     ratio = torch.where(action_mask.bool(), logp - old_logp, 0.0).exp()
@@ -236,7 +230,6 @@ def k3_kl(logp, ref_logp):
 
 def transition_weights(selected, group_ids, lambdas):
     """Weight of each transition's world-model loss: lambda_g / (|S_alpha of g| * number of groups) if selected, else 0.
-
     The weighted sum is the second term of eq. 11.  Args: selected bool [N]; group_ids [N]; lambdas [groups].  Returns [N].
     """
     counts = torch.zeros_like(lambdas).index_add_(0, group_ids, selected.to(lambdas.dtype))  # [groups]
@@ -368,7 +361,7 @@ def trainable(model):
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 def save_model(policy, folder, cfg):
-    """Write weights and tokenizer in Hugging Face's format; with LoRA, the adapters in PEFT's."""
+    """Write weights (with LoRA: the adapters, in PEFT's format) and tokenizer to a folder."""
     policy.tokenizer.save_pretrained(folder)
     if not cfg.lora_rank:
         return policy.model.save_pretrained(folder)
@@ -413,9 +406,8 @@ def next_log_probs(logits, temperature, allowed):
 
 @torch.no_grad()
 def generate(policy, prompts, max_len, temperature, generator, admissible=None):
-    """Sample one response per prompt, all rows together, with a KV cache; a row stops at EOS or at the end of `</action>`.
-    Args: prompts, B token lists; max_len response tokens; temperature >= 0 (0 = the first maximum); generator on the policy's
-    device; admissible: None, or B lists of actions to constrain the responses to.  Returns B Responses.
+    """Sample a Response per prompt (token list), all rows together; a row stops at EOS or at the end of `</action>`.
+    temperature 0 takes the first maximum; `admissible` (a list of actions per row) constrains the responses to those.
     """
     ids, mask = (pad(rows, torch.long, policy.device, "left") for rows in (prompts, [[1] * len(p) for p in prompts]))
     tries = admissible and [policy.tokenizer([format_response(a) for a in actions], add_special_tokens=False)["input_ids"]
@@ -536,8 +528,8 @@ def make_batch(transitions, with_obs, device, temperature=1.0):
                  [t.response.allowed for t in transitions] if transitions[0].response.allowed else None)
 
 def response_logps(model, batch):
-    """Log-probabilities of response and observation tokens from one forward pass; the LM head sees scored positions only.
-    Returns action_logp [B, S] at the batch's temperature (and constraint) and obs_logp [B, O] at temperature 1; 0 where masked.
+    """Log-probabilities of response [B, S] and observation [B, O] tokens from one forward pass, 0 where masked.
+    The response's are at the batch's temperature and constraint.  The LM head is applied at scored positions only.
     """
     hidden = model.base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False,
                               position_ids=positions_of(batch.attention_mask)).last_hidden_state  # [B, T, D]
@@ -611,10 +603,9 @@ class Reference:
             self.swap(policy.model)
 
 def loss_of(policy, batch, ref_logp, advantage, wm_weight, shares, cfg):
-    """Loss of one micro-batch as its share of the mini-batch's (eq. 11 and the KL term), and what is logged of it.
-    Args: advantage [B]; wm_weight [B] of transition_weights; shares: (response tokens per optimiser step, optimiser steps per
-    epoch), thanks to which the gradient does not depend on how a mini-batch is cut up, and each token (eq. 1) and transition
-    (eq. 9) has the weight that the whole update gives it.  Returns (scalar, sums [9], log-ratio [B, S]).
+    """Loss of a micro-batch (eq. 11 plus the KL term), sums for the log [9], log-ratio [B, S].
+    shares = (response tokens per optimiser step, optimiser steps per epoch): with these denominators the gradient does not
+    depend on how a mini-batch is cut up; each token (eq. 1) and transition (eq. 9) weighs what the whole update gives it.
     """
     tokens_per_step, num_steps = shares
     with policy.autocast():
@@ -679,11 +670,10 @@ def update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_n
         "reward": mean(e.ret for e in episodes), "success": mean(e.won for e in episodes),
         "valid_action_rate": mean(t.valid for t in transitions), "episode_len": mean(len(e.steps) for e in episodes),
         "pg_loss": pg / max(tokens, 1), "clip_frac": clipped / max(tokens, 1), "kl": kl / max(tokens, 1),
-        "entropy": mean(h for t in transitions for h in t.response.entropies),
-        "wm_loss": wm / max(wm_rows, 1), "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": int(wm_rows),
-        "lambda": float(lambdas.mean()), "frac_zero_std": mean(len(r) == 1 for r in returns),
-        "truncated_frac": mean(t.response.truncated for t in transitions), "train_tokens": int(all_tokens),
-        "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0,
+        "entropy": mean(h for t in transitions for h in t.response.entropies), "wm_loss": wm / max(wm_rows, 1),
+        "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": int(wm_rows), "lambda": float(lambdas.mean()),
+        "frac_zero_std": mean(len(r) == 1 for r in returns), "truncated_frac": mean(t.response.truncated for t in transitions),
+        "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0, "train_tokens": int(all_tokens),
         "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions)}
 
 # ---- Evaluation ---------------------------------------------------------------------------------------------------------
@@ -709,8 +699,7 @@ def success_table(rows):
     return "\n".join(lines)
 
 # ---- Checkpoints and files ----------------------------------------------------------------------------------------------
-# What may differ between a checkpoint and the flags of `--resume`; everything else is refused.
-RESUMABLE = {"updates", "device", "run_dir", "env_workers", "token_budget", "eval_every", "sample_every", "save_every"}
+RESUMABLE = {"updates", "device", "run_dir", "env_workers", "eval_every", "sample_every", "save_every"}  # may change at --resume
 
 def atomic_write(path, write):
     """Call write(temporary path), then rename it to path: a crash or a full disk leaves the old file whole."""
@@ -853,14 +842,6 @@ def train(cfg, state=None):
         save_model(policy, run_dir / "model", cfg)
         log.finish(before, evaluate(policy, eval_pool, cfg))
 
-def evaluate_checkpoint(cfg, state, path):
-    """`--eval CKPT`: print the success per task type of a checkpoint, on --eval_split, with fixed seeds."""
-    policy = load_policy(cfg)
-    load_weights(policy, state["weights"], path)
-    with EnvPool(cfg.env, cfg.groups * cfg.group_size, cfg.env_workers, **cfg.env_options(cfg.eval_split)) as pool:
-        print(f"{path} after {state['update']} updates, {cfg.eval_split}, temperature {cfg.eval_temperature}:")
-        print(success_table({"success": evaluate(policy, pool, cfg)}))
-
 def parse_arguments(argv):
     """(explicit settings, mode arguments): a flag per Config field, and the flags that choose what to do."""
     parser = argparse.ArgumentParser(prog="paw.py", description=__doc__.split("\n")[0], argument_default=argparse.SUPPRESS)
@@ -895,7 +876,10 @@ def main(argv=None):
     cfg = Config(**state["config"] | {"run_dir": str(path.parent)} | explicit)  # a checkpoint's settings, and the flags given
     cfg.validate()
     if "eval" in modes:
-        return evaluate_checkpoint(cfg, state, path)
+        load_weights(policy := load_policy(cfg), state["weights"], path)
+        with EnvPool(cfg.env, cfg.groups * cfg.group_size, cfg.env_workers, **cfg.env_options(cfg.eval_split)) as pool:
+            print(f"{path} after {state['update']} updates, {cfg.eval_split}, temperature {cfg.eval_temperature}:")
+            return print(success_table({"success": evaluate(policy, pool, cfg)}))
     for name, value in explicit.items():
         if name not in RESUMABLE and value != state["config"][name]:
             raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")

@@ -114,7 +114,7 @@ def encode(tokenizer, transitions):
     return [(p, e, o, [response[a] for a in t["admissible"]]) for p, e, o, t in zip(prompts, experts, nexts, transitions)]
 
 
-def make_batch(examples, practice, tables, rng, prompt_weight):
+def make_batch(examples, practice, tables, natural_share, rng, prompt_weight):
     """Rows and per-token loss weights [B, T]: expert rows [prompt, response, next observation], practice rows copy the list."""
     rows, weights = [], []
     for (prompt, expert, next_obs, copies), is_practice in zip(examples, practice):
@@ -124,14 +124,19 @@ def make_batch(examples, practice, tables, rng, prompt_weight):
         else:
             row = prompt + expert + next_obs
             weight = [prompt_weight] * len(prompt) + [1.0] * len(expert) + [prompt_weight] * len(next_obs)
-        rows.append(rng.choice(tables[is_practice])[torch.tensor(row)])
+        natural = not is_practice and rng.random() < natural_share
+        rows.append(torch.tensor(row) if natural else rng.choice(tables[is_practice])[torch.tensor(row)])
         weights.append(torch.tensor(weight))
     return (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
             torch.nn.utils.rnn.pad_sequence(weights, batch_first=True))
 
 
 def train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, on_progress):
-    """AdamW on the weighted next-token loss; practice falls from 3/4 to 1/4 of the rows. `on_progress(step)` every 500."""
+    """AdamW on the weighted next-token loss; calls on_progress(step) every 500 steps.
+
+    Over the stage, copy practice falls from 3/4 to 1/4 of the rows, and the expert rows go from swapped numbers to their own:
+    first copying has to be worth learning, then the numbers that houses really use.
+    """
     rng = random.Random(1)
     tables = {across: [relabelling(tokenizer, types, rng, across) for _ in range(2000)] for across in (False, True)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -139,8 +144,8 @@ def train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, o
     bar = tqdm(range(steps), desc="supervised stage")
     for step in bar:
         examples = sorted(rng.sample(data, batch_size), key=lambda e: len(e[0]))
-        share = 0.75 - 0.5 * step / steps
-        ids, weights = make_batch(examples, [rng.random() < share for _ in examples], tables, rng, prompt_weight)
+        practice = [rng.random() < 0.75 - 0.5 * step / steps for _ in examples]
+        ids, weights = make_batch(examples, practice, tables, step / steps, rng, prompt_weight)
         logits = model(input_ids=ids[:, :-1]).logits  # right padding: causal attention never sees it
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
