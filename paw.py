@@ -271,6 +271,7 @@ def encode_prompt(policy, cfg, goal, obs, admissible, history):
     return ids[-cfg.max_prompt_len:]
 
 
+INVALID_ACTION = "(invalid action)"  # what environment and history get for an invalid response: nothing happens
 RESPONSE = re.compile(r"\s*<think>((?:(?!</?think>|</?action>).)*)</think>\s*<action>([^<>]*)</action>", re.I | re.S)
 
 def format_response(action):
@@ -482,7 +483,7 @@ def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, second
         seconds["generate"] += (clock := time.perf_counter()) - now
         texts = [policy.tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
         actions = [parse_response(t, a) for t, a in zip(texts, admissible)]
-        shown = [a or invalid_action_text(t) for a, t in zip(actions, texts)]
+        shown = [a or INVALID_ACTION for a in actions]
         results = pool.step(live, shown)
         for k, (i, (next_obs, reward, terminated, truncated, info)) in enumerate(zip(list(live), results)):
             obs, reward = current[i][0], scale * reward + (0.0 if actions[k] else cfg.reward_invalid)
@@ -498,11 +499,6 @@ def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, second
                 live.remove(i)
     seconds["env"] += time.perf_counter() - clock
     return transitions, episodes
-
-def invalid_action_text(text):
-    """What environment and history get for an invalid response: never an admissible action, so nothing happens."""
-    match = re.search(r"<action>(.*?)</action>", text, re.I | re.S)
-    return f"(invalid) {match.group(1).strip()[:60] if match else 'no action'}"
 
 # ---- Update -------------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
