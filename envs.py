@@ -168,7 +168,7 @@ class EnvPool:
     def close(self):
         """End the workers, close the environments."""
         for process, pipe in self.workers:
-            process.terminate()
+            process.kill()  # a stopped process would not hear terminate()
             process.join()
             pipe.close()
         for env in self.envs:
@@ -205,9 +205,8 @@ def serve_envs(pipe, name: str, num_envs: int, options: dict):
 
 
 # ---- ALFWorld ----
-# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own.  Here are:
+# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own; here are
 # houses that need no download, faster versions of a few functions of the engine, and the environment around it.
-
 # `import alfworld` creates the folder $ALFWORLD_DATA and sets the variable; the planner's modules parse sys.argv.
 with mock.patch.dict(os.environ, ALFWORLD_DATA=tempfile.gettempdir()), mock.patch.object(sys, "argv", ["", "", ""]):
     import fast_downward
@@ -232,7 +231,7 @@ TASK_NEEDS = {  # task type -> (rooms, one of these receptacles must be there, w
 }
 ALFWORLD_TASKS = tuple(TASK_NEEDS)
 SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
-HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 4)}  # receptacles, objects, most of a type
+HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 5)}  # receptacles, objects, most of a type
 OBJECT_FACTS = {**constants.VAL_ACTION_OBJECTS, "isReceptacleObject": constants.MOVABLE_RECEPTACLES,
                 "pickupable": constants.OBJECTS_SET - set(LAMPS)}
 PACKAGE = Path(constants.__file__).parents[1]
@@ -308,8 +307,7 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
     otypes = sorted({thing_type(obj) for obj in places} | {"Knife", "ButterKnife"})  # the domain names these too
     things = {"agent": ["agent1"], "location": ["loc|start", *location.values()], "receptacle": receptacles,
               "object": places, "rtype": [f"{r}Type" for r in rtypes], "otype": [f"{o}Type" for o in otypes]}
-    facts = ["(atLocation agent1 loc|start)"]
-    facts += [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
+    facts = [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
     for recep, spot in location.items():
         facts += [f"(receptacleType {recep} {thing_type(recep)}Type)", f"(receptacleAtLocation {recep} {spot})"]
         facts += [f"(openable {recep})"] * (thing_type(recep) in constants.OPENABLE_CLASS_LIST)
@@ -319,7 +317,7 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
         facts += [f"({fact} {obj})" for fact, kinds in OBJECT_FACTS.items() if thing_type(obj) in kinds]
     text = "\n".join(["(define (problem house)", "(:domain alfred)", "(:objects"]
                      + [f"{thing} # {kind}" for kind, names in things.items() for thing in names]
-                     + [")", "(:init", *facts, ")" + goal])
+                     + [")", "(:init", "(atLocation agent1 loc|start)", *facts, ")" + goal])
     for char, escape in (("-", "_minus_"), ("#", "-"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_")):
         text = text.replace(char, escape)
     return text
@@ -385,10 +383,10 @@ def translate(domain: str, problem: str, optimize: bool) -> bytes:
     """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 300 in a full."""
     digest = hashlib.sha256(f"{optimize}\n{domain}\n{problem}".encode()).hexdigest()
     path = cache_folder() / "translated" / digest[:2] / f"{digest}.sas.gz"
-    try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error):  # it is not there yet, or damaged
-        collecting = gc.isenabled()
+    with contextlib.suppress(OSError, EOFError, zlib.error):  # it is not there yet, or damaged
+        if sas := gzip.decompress(path.read_bytes()):
+            return sas
+    collecting = gc.isenabled()
     try:
         gc.disable()  # garbage collection takes a quarter of the time
         with mock.patch.object(sys, "argv"), mock.patch.object(sys, "stdout"):  # the translator puts its own there
