@@ -16,7 +16,7 @@ loss on the NEXT observation o_{t+1}, appended behind the action that is trained
 On 2 CPU cores, no GPU, no network (the shipped tiny LM in offline ALFWorld houses; time and result: README):
     python paw.py --env alfworld
 On one GPU with the paper's settings:
-    python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --groups 16 --max_steps 50 --lr 1e-6 \
+    python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --groups 16 --group_size 8 --max_steps 50 --lr 1e-6 \
         --updates 150 --max_response_len 512 --token_budget 32768 --gradient_checkpointing
 """
 
@@ -77,9 +77,9 @@ class Config:
     rho: float = flag(0.2, "observation tokens above this probability are masked (PaW: 0.2)", low=1e-9, high=1)
     adaptive_lambda: bool = flag(True, "weigh the world-model loss by eq. 10; off: weight 1 (PaW's ablation)")
     entropy: str = flag("sampled", "selection entropy: sampled (PaW 3.1) or full (over the vocabulary; ours)", ("sampled", "full"))
-    updates: int = flag(60, "policy updates", low=0)
-    groups: int = flag(8, "groups (tasks) per update (PaW: 16)", low=1)
-    group_size: int = flag(8, "episodes per group (PaW: 8)", low=2)
+    updates: int = flag(40, "policy updates", low=0)
+    groups: int = flag(4, "groups (tasks) per update (PaW: 16)", low=1)
+    group_size: int = flag(16, "episodes per group (PaW: 8)", low=2)
     max_steps: int = flag(20, "actions per episode (PaW: 50)", low=1)
     temperature: float = flag(1.0, "sampling temperature of rollouts (PaW: 1.0)", low=1e-9)
     eval_temperature: float = flag(0.4, "sampling temperature of evaluation; 0 = greedy (PaW: 0.4)", low=0)
@@ -87,7 +87,7 @@ class Config:
     reward_invalid: float = flag(-0.1, "added for each invalid action (PaW: -0.1)", high=0)
     gigpo_omega: float = flag(1.0, "weight of GiGPO's step advantage (PaW: 1)", low=0)
     gigpo_gamma: float = flag(0.95, "discount of GiGPO's step returns (PaW: 0.95)", low=0, high=1)
-    lr: float = flag(3e-4, "learning rate of AdamW (PaW: 1e-6 for 1.5B and 7B)", low=0)
+    lr: float = flag(2e-4, "learning rate of AdamW (PaW: 1e-6 for 1.5B and 7B)", low=0)
     weight_decay: float = flag(0.01, "weight decay of AdamW (verl's default)", low=0)
     max_grad_norm: float = flag(1.0, "gradient-norm clip (verl's default)", low=1e-9)
     epochs: int = flag(1, "passes over the rollouts of an update", low=1)

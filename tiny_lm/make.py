@@ -29,30 +29,27 @@ ENTITY = re.compile(r"\b([a-z]+) (\d+)\b")
 FORMAT_PIECES = ["<think></think><action>", "\n</action>", INVALID_ACTION, "Task: ", "\nStep: ", "\nObs: ", "\nAct:", "\nActions:", "\nAnswer:\n"]
 
 
-def collect(split, num_games, noise=0.2, hesitation=0.25, max_steps=40):
-    """Transitions of a demonstrator in the first `num_games` small houses of a split: a list of dicts with goal, obs,
-    admissible, history, step, action, next_obs.
+def collect(split, num_games, noise, max_steps):
+    """Expert transitions in the first `num_games` small houses of a split: list of dicts goal, obs, admissible, history, action, next_obs.
 
-    The demonstrator is the package's hand-coded expert, which looks for things as an agent must: a planner that knows where
-    everything is teaches to expect the target wherever one goes, and to take it when it is not there.  With probability
-    `hesitation` it examines what is in front of it instead, a wasted step: RL shall have something to do.  With probability
-    `noise` any action is played (one time in four an invalid one), which is not learnt, but how to go on from it is.
+    With probability `noise` another action is played than the expert's (one time in four an invalid one): the model thus
+    sees how to go on from mistakes.
     """
-    env, rng, transitions = make_env("alfworld", houses="small", split=split, max_steps=max_steps, expert="handcoded"), random.Random(0), []
+    env, rng, transitions = make_env("alfworld", houses="small", split=split, max_steps=max_steps), random.Random(0), []
     for task in tqdm(range(num_games), desc="expert games"):
         obs, info = env.reset(options={"task": task})
         history, over = [], False
-        while not over and (action := env.expert_action()):
-            if rng.random() < hesitation:
-                action = next((a for a in info["admissible_actions"] if a.startswith("examine")), "look")
-            played = action
-            if rng.random() < noise:
-                played = INVALID_ACTION if rng.random() < 0.25 else rng.choice(info["admissible_actions"])
+        while not over:
+            action = env.expert_action()
+            if action is None:
+                break
+            played = rng.choice(info["admissible_actions"]) if rng.random() < noise else action
+            played = INVALID_ACTION if played != action and rng.random() < 0.25 else played
             next_obs, _, terminated, truncated, next_info = env.step(played)
             if played == action:
-                transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"], history=history[-2:],
-                                        step=len(history), action=action, next_obs=next_obs))
-            history.append((obs, played))
+                transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"],
+                                        history=history[-2:], step=len(history), action=action, next_obs=next_obs))
+            history = history + [(obs, played)]
             obs, info, over = next_obs, next_info, terminated or truncated
     env.close()
     return transitions
@@ -136,11 +133,19 @@ def make_batch(examples, practice, tables, natural_share, rng, prompt_weight):
             torch.nn.utils.rnn.pad_sequence(weights, batch_first=True))
 
 
-def train(model, tokenizer, types, data, steps, on_progress, batch_size=32, lr=3e-3, prompt_weight=0.1):
+def hesitant(transitions, share, rng):
+    """The same transitions, but with probability `share` the label is to examine what is in front (or to look): a wasted step."""
+    def idle(t):
+        action = next((a for a in t["admissible"] if a.startswith("examine")), "look")
+        return {**t, "action": action, "next_obs": ""}  # what it would show was not recorded
+    return [idle(t) if rng.random() < share else t for t in transitions]
+
+
+def train(model, tokenizer, types, data, steps, lr, practice, natural, on_progress, batch_size=32, prompt_weight=0.1):
     """AdamW on the weighted next-token loss; calls on_progress(step) every 500 steps.
 
-    Over the stage, copy practice falls from 75 to 15 % of the rows, and the expert rows go from swapped numbers to their own:
-    first copying has to be worth learning, then the numbers that houses really use.
+    `practice` and `natural` are (at the start, at the end) of the stage: the share of copy-practice rows, and the share of
+    expert rows with their own numbers.  First copying has to be worth learning, then the numbers that houses really use.
     """
     rng = random.Random(1)
     tables = {across: [relabelling(tokenizer, types, rng, across) for _ in range(2000)] for across in (False, True)}
@@ -149,8 +154,9 @@ def train(model, tokenizer, types, data, steps, on_progress, batch_size=32, lr=3
     bar = tqdm(range(steps), desc="supervised stage")
     for step in bar:
         examples = sorted(rng.sample(data, batch_size), key=lambda e: len(e[0]))
-        practice = [rng.random() < 0.75 - 0.6 * step / steps for _ in examples]
-        ids, weights = make_batch(examples, practice, tables, step / steps, rng, prompt_weight)
+        practice_share, natural_share = (a + (b - a) * step / steps for a, b in (practice, natural))
+        is_practice = [rng.random() < practice_share for _ in examples]
+        ids, weights = make_batch(examples, is_practice, tables, natural_share, rng, prompt_weight)
         logits = model(input_ids=ids[:, :-1]).logits  # right padding: causal attention never sees it
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
@@ -175,18 +181,21 @@ def valid_share(policy, cfg, transitions):
     return valid, sum(a == t["action"] for a, t in zip(actions, transitions)) / len(actions)
 
 
-def main(cfg, games=2400, steps=2000, width=128, layers=2, heads=4):
-    """Collect demonstrations, build the tokenizer, train, and write tiny_lm/."""
+def main(cfg, games=2400, steps=3000, hesitant_steps=500, hesitation=0.4, width=128, layers=2, heads=4):
+    """Collect expert games, build the tokenizer, train in two stages, and write tiny_lm/."""
     torch.manual_seed(cfg.seed)
-    transitions, held_out = collect("train", games), collect("valid_unseen", 60)[::2]
+    transitions, held_out = collect("train", games, 0.3, 20), collect("valid_unseen", 60, 0.3, 20)
     types = sorted({m.group(1) for t in transitions + held_out for text in [t["obs"], *t["admissible"]] for m in ENTITY.finditer(text)})
     tokenizer = build_tokenizer([prompt_of(t) + "\n" + t["next_obs"] for t in transitions[::10]], types)
     policy = make_policy(build_model(len(tokenizer), width, layers, heads), tokenizer, cfg)
 
     def report(step):
         valid, expert = valid_share(policy, cfg, held_out)
-        tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the demonstrator's {expert:.3f}")
+        tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the expert's {expert:.3f}")
 
-    train(policy.model, tokenizer, types, encode(tokenizer, transitions), steps, report)
+    train(policy.model, tokenizer, types, encode(tokenizer, transitions), steps, 3e-3, (0.75, 0.15), (0.0, 1.0), report)
+    # This agent solves 45 % (temperature 0.4, 20 actions).  It is now taught to waste steps, so that RL has something to do.
+    spoilt = hesitant(transitions[:7000], hesitation, random.Random(2))
+    train(policy.model, tokenizer, types, encode(tokenizer, spoilt), hesitant_steps, 1e-3, (0.15, 0.15), (1.0, 1.0), report)
     save_model(policy, TINY_FOLDER, cfg)
     print(f"wrote {TINY_FOLDER}; see how it plays: python paw.py --env alfworld --updates 0")
