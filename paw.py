@@ -1,39 +1,27 @@
 """PaW: a language agent that learns to act and to predict what its actions do, in one pass (arXiv 2606.02388).
 
 The policy is a causal LM.  A group of G episodes of one task gives advantages (GRPO, or GiGPO); PaW adds a world-model
-loss on the *next observation* o_{t+1}, appended behind the action it already trains on, so that one forward pass over
+loss on the NEXT observation o_{t+1}, appended behind the action that is trained anyway, so that one forward pass over
 [h_t, a_t, o_{t+1}] serves both losses:  L = E_g[ L_RL(g) + lambda_g * L_WM(S_alpha of g) ].
 
-    equation of the paper                                  function here
-    eq. 1   clipped policy-gradient loss                   policy_loss (advantages: group_advantages, gigpo_advantages)
-    3.1     action entropy of a transition                 action_entropy
-    eq. 4   the alpha fraction with the highest entropy    select_transitions
-    eq. 5   cross-entropy world-model loss (ablation)      cross_entropy_wm
-    eq. 7-8 clipped MAE over observation tokens            clipped_mae
-    eq. 10  reward-adaptive weight lambda_g                world_model_weight
-    eq. 9, 11  mean over selected, then over groups        transition_weights (its weights), train_on (the sum)
+    paper                                              function here
+    eq. 1      clipped policy-gradient loss            policy_loss (advantages: group_advantages, gigpo_advantages)
+    3.1        action entropy of a transition          action_entropy
+    eq. 4      the alpha fraction of highest entropy   select_transitions
+    eq. 5      cross-entropy loss (ablation)           cross_entropy_wm
+    eq. 7-8    clipped MAE over observation tokens     clipped_mae
+    eq. 10     reward-adaptive weight lambda_g         world_model_weight
+    eq. 9, 11  mean over selected, then over groups    transition_weights, summed in loss_of
 
-Run it (2 CPU cores, no GPU, no network: the shipped tiny LM in offline ALFWorld houses; README: time and result):
+On 2 CPU cores, no GPU, no network (the shipped tiny LM in offline ALFWorld houses; time and result: README):
     python paw.py --env alfworld
 On one GPU with the paper's settings:
     python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --groups 16 --max_steps 50 --lr 1e-6 \
         --updates 150 --max_response_len 512 --token_budget 32768 --gradient_checkpointing
-
-Where we leave the paper: grep for DEVIATION; the README lists each.
+Where we leave the paper, the line says DEVIATION; the README lists them.
 """
 
-import argparse
-import contextlib
-import dataclasses
-import difflib
-import json
-import math
-import os
-import random
-import re
-import signal
-import sys
-import time
+import argparse, dataclasses, difflib, json, math, os, random, re, signal, sys, time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,24 +31,24 @@ import numpy as np
 import torch
 import torch.nn as nn
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from envs import EnvPool, InputError
 
 # Dimension letters: N transitions of an update, B rows of a batch, T tokens of a row, P prompt tokens, S response tokens,
 # O observation tokens, G episodes of a group, V vocabulary, D width.
 
-transformers.utils.logging.disable_progress_bar()
+disable_progress_bar()
 TINY_FOLDER = Path(__file__).parent / "tiny_lm"
 TASK_NAMES = {  # ALFWorld task type -> column of the paper's table 1
     "pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look", "pick_clean_then_place_in_recep": "Clean",
-    "pick_heat_then_place_in_recep": "Heat", "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
+    "pick_heat_then_place_in_recep": "Heat", "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2",
+    "all": "All"}
 
-
-# ---- Settings ----------------------------------------------------------------------------------------------------------
-
+# ---- Settings -----------------------------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=None, high=None):
     """A Config field: its default, one line of help (meaning, unit, origin), and its choices or its range."""
     return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
@@ -119,7 +107,7 @@ class Config:
     save_every: int = flag(1, "updates between checkpoints", low=1)
     seed: int = flag(1, "seed of everything but the evaluation", low=0)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
-    run_dir: str = flag("", "output folder; empty = runs/<env>-<algo>-<wm>-seed<seed>")
+    run_dir: str = flag("", "output folder; empty = runs/<env>-<algo>-<wm>-seed<seed>-<time>")
     warm_start_steps: int = flag(6000, "optimiser steps of --warm_start", low=1)
     warm_start_games: int = flag(3000, "expert games of --warm_start", low=1)
 
@@ -153,9 +141,7 @@ class Config:
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise InputError(f"--device {self.device}: this machine has no usable CUDA device; use --device cpu")
 
-
-# ---- The formulas --------------------------------------------------------------------------------------------------------
-
+# ---- The formulas -------------------------------------------------------------------------------------------------------
 def masked_mean(x, mask):
     """Mean of x over mask == 1, row by row: [B, S], [B, S] -> [B]; an empty row gives 0 (not NaN)."""
     return torch.where(mask.bool(), x, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
@@ -273,9 +259,7 @@ def transition_weights(selected, group_ids, lambdas):
     counts = torch.zeros_like(lambdas).index_add_(0, group_ids, selected.to(lambdas.dtype))  # [groups]
     return selected * (lambdas / counts.clamp(min=1) / len(lambdas))[group_ids]
 
-
-# ---- Prompts and responses -----------------------------------------------------------------------------------------------
-
+# ---- Prompts and responses ----------------------------------------------------------------------------------------------
 PAPER_PROMPT = """You are an expert agent operating in the ALFRED embodied environment. Your task is: {goal}
 {history}You are now at step {step} and your current observation is: {obs}
 Your admissible actions of the current situation are: [{actions}].
@@ -289,20 +273,17 @@ COMPACT_PROMPT = "Task: {goal}\nStep: {step}{history}\nObs: {obs}\nActions:{acti
 def build_prompt(style, goal, obs, admissible, history, history_len):
     """The text the policy reads at one step: task, steps taken, recent history, observation, admissible actions.
 
-    Args: style "paper" (PaW's slots in their order) or "compact" (the same slots for the tiny LM); obs str; admissible list of
-    str; history list of (observation, action) from the episode's start; history_len pairs are kept.  Source: PaW, Prompt.
+    Args: style "paper" (PaW's slots in their order) or "compact" (the same slots for the tiny LM); history: (observation,
+    action) pairs from the episode's start, of which the last history_len are shown.  Source: PaW, Prompt.
     """
-    kept = history[-history_len:] if history_len else []
-    taken = len(history)
+    taken, kept = len(history), history[max(len(history) - history_len, 0):]
     if style == "compact":
-        pairs = "".join(f"\nObs: {o}\nAct:\n{a}" for o, a in kept)
-        return COMPACT_PROMPT.format(goal=goal, step=taken, history=pairs, obs=obs,
-                                     actions="".join("\n" + a for a in admissible))
-    pairs = "\n".join(f"[Observation {taken - len(kept) + i + 1}: '{o}', Action {taken - len(kept) + i + 1}: '{a}']"
-                      for i, (o, a) in enumerate(kept))
+        past = "".join(f"\nObs: {o}\nAct:\n{a}" for o, a in kept)
+        return COMPACT_PROMPT.format(goal=goal, step=taken, history=past, obs=obs, actions="".join("\n" + a for a in admissible))
+    pairs = "\n".join(f"[Observation {n}: '{o}', Action {n}: '{a}']" for n, (o, a) in enumerate(kept, taken - len(kept) + 1))
     past = PAPER_HISTORY.format(taken=taken, kept=len(kept), pairs=pairs) if kept else ""
-    return PAPER_PROMPT.format(goal=goal, history=past, step=taken + 1, obs=obs,
-                               actions=", ".join(f"'{a}'" for a in admissible))
+    actions = ", ".join(f"'{a}'" for a in admissible)
+    return PAPER_PROMPT.format(goal=goal, history=past, step=taken + 1, obs=obs, actions=actions)
 
 def encode_prompt(policy, cfg, goal, obs, admissible, history):
     """Token ids of a prompt: through the chat template where the tokenizer has one, as plain text where it has none.
@@ -312,8 +293,8 @@ def encode_prompt(policy, cfg, goal, obs, admissible, history):
     for kept in range(min(cfg.history_len, len(history)), -1, -1):
         text = build_prompt(cfg.prompt_style, goal, obs, admissible, history, kept)
         if policy.tokenizer.chat_template:
-            text = policy.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                                        add_generation_prompt=True)
+            turns = [{"role": "user", "content": text}]
+            text = policy.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= cfg.max_prompt_len:
             break
@@ -340,30 +321,24 @@ def parse_response(text, admissible):
     action = match.group(2).strip().lower()
     return next((a for a in admissible if a.lower() == action), None)
 
-
-# ---- The language model --------------------------------------------------------------------------------------------------
-
+# ---- The language model -------------------------------------------------------------------------------------------------
 @dataclass
 class Policy:
-    """A causal LM with its tokenizer, and what sampling needs to know about the vocabulary."""
+    """A causal LM with its tokenizer."""
     model: nn.Module
     tokenizer: object
     device: torch.device
-    may_close: torch.Tensor  # bool [V]: the token's text has a '>', so a response may end with it
-    version: int = 0         # optimiser steps taken; stored with every transition
+    version: int = 0  # optimiser steps taken; stored with every transition
 
     def autocast(self):
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
 def load_policy(cfg):
     """Load model and tokenizer named by --model.  Raises InputError with one line where that is not possible."""
-    name, kwargs = str(TINY_FOLDER) if cfg.model == "tiny" else cfg.model, {}
-    if name.endswith(".gguf"):
-        name, kwargs = str(Path(name).parent), {"gguf_file": Path(name).name}
-        if not Path(cfg.model).is_file():
-            raise InputError(f"--model {cfg.model}: there is no such file")
-    elif not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise InputError(f"--model {cfg.model}: there is no such folder")
+    path = TINY_FOLDER if cfg.model == "tiny" else Path(cfg.model)
+    if not path.exists() and (path.suffix == ".gguf" or cfg.model[0] in "./~" or len(path.parts) > 2):  # no hub name
+        raise InputError(f"--model {cfg.model}: there is no such file or folder")
+    name, kwargs = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
     dtype = torch.bfloat16 if cfg.lora_rank and cfg.torch_device.type == "cuda" else torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
@@ -381,20 +356,16 @@ def make_policy(model, tokenizer, cfg):
         print(f"the tokenizer has no pad token: padding with {tokenizer.pad_token!r}")
     if not tokenizer.chat_template and cfg.model != "tiny":
         print("the tokenizer has no chat template: prompts are plain text, the response follows directly")
-    for module in model.modules():  # rollout and update must see the same function (ratio exactly 1 at the first update)
-        for attribute, value in vars(module).items():
-            if isinstance(value, float) and (attribute.endswith("dropout") or isinstance(module, nn.Dropout) and attribute == "p"):
-                setattr(module, attribute, 0.0)
+    for module in model.modules():  # no dropout: rollout and update must see the same function (first ratio exactly 1)
+        for name in [n for n in vars(module) if n.endswith("dropout") or (n == "p" and isinstance(module, nn.Dropout))]:
+            setattr(module, name, 0.0)
     if cfg.lora_rank:
         add_lora(model, cfg.lora_rank)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     model.train(cfg.gradient_checkpointing)  # transformers checkpoints in train mode only; dropout is off in both
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    may_close = torch.zeros(model.get_output_embeddings().out_features, dtype=torch.bool)
-    may_close[:len(tokens)] = torch.tensor([">" in (t or "") for t in tokens])
-    return Policy(model.to(cfg.torch_device), tokenizer, cfg.torch_device, may_close.to(cfg.torch_device))
+    return Policy(model.to(cfg.torch_device), tokenizer, cfg.torch_device)
 
 class LoRALinear(nn.Module):
     """y = W x + (alpha / rank) B A x with W frozen; A random, B zero, alpha = 2 rank (Hu et al. 2021, arXiv 2106.09685)."""
@@ -412,11 +383,10 @@ class LoRALinear(nn.Module):
 def add_lora(model, rank):
     """Freeze the model and give every linear layer but the LM head an adapter, in place."""
     model.requires_grad_(False)
-    head = model.get_output_embeddings()
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-    for name, module in linears:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, LoRALinear(module, rank))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, LoRALinear(module, rank))
 
 def trainable(model):
     """{name: parameter} of what is trained."""
@@ -424,22 +394,17 @@ def trainable(model):
 
 def save_model(policy, folder, cfg):
     """Write weights and tokenizer in Hugging Face's format; with LoRA, the adapters in PEFT's."""
-    folder = Path(folder)
     policy.tokenizer.save_pretrained(folder)
     if not cfg.lora_rank:
-        policy.model.save_pretrained(folder)
-        return
-    adapters = {f"base_model.model.{n}": p.detach().cpu().contiguous() for n, p in policy.model.named_parameters() if ".lora_" in n}
+        return policy.model.save_pretrained(folder)
+    adapters = {f"base_model.model.{n}": p.detach().cpu().contiguous() for n, p in trainable(policy.model).items()}
     save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = sorted({n.split(".")[-3] for n in adapters})
     base = str(TINY_FOLDER) if cfg.model == "tiny" else cfg.model
-    (folder / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora_rank,
-        "lora_alpha": 2 * cfg.lora_rank, "lora_dropout": 0.0, "target_modules": targets, "bias": "none"}, indent=1))
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.lora_rank,
+              "lora_alpha": 2 * cfg.lora_rank, "target_modules": sorted({n.split(".")[-3] for n in adapters})}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
-
-# ---- Sampling ------------------------------------------------------------------------------------------------------------
-
+# ---- Sampling -----------------------------------------------------------------------------------------------------------
 class Response(NamedTuple):
     """A sampled response."""
     ids: list        # token ids, EOS included
@@ -453,29 +418,26 @@ def allowed_tokens(sequences, prefix):
     n = len(prefix)
     return sorted({s[n] for s in sequences if len(s) > n and s[:n] == prefix}) or [0]  # [0]: the row has ended
 
-def left_pad(rows, pad_id, device):
-    """Token lists -> ids [B, P] and attention mask [B, P], padded on the left; the mask comes from lengths, not from ids."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(r)) + r for r in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
-    return ids, mask
+def pad(rows, dtype, device, side):
+    """Token lists (or lists of numbers) -> [B, longest], padded with 0 on one side."""
+    return pad_sequence([torch.tensor(r, dtype=dtype) for r in rows], batch_first=True, padding_side=side).to(device)
 
 def positions_of(mask):
     """Position ids that do not count padding: mask [B, T] -> [B, T]; [0,0,1,1,1] -> [0,0,0,1,2]."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
-def allow_only(logits, allowed):
-    """logits [B, V] with -inf outside each row's allowed ids (list of B lists of token ids)."""
-    rows = torch.tensor([b for b, ids in enumerate(allowed) for _ in ids], device=logits.device)
-    cols = torch.tensor([i for ids in allowed for i in ids], device=logits.device)
-    mask = torch.zeros_like(logits, dtype=torch.bool)
-    mask[rows, cols] = True
-    return logits.masked_fill(~mask, -torch.inf)
-
 def next_log_probs(logits, temperature, allowed):
-    """fp32 log-probabilities [B, V] of the sampling distribution (case of rollout and of training alike)."""
+    """fp32 log-probabilities [B, V] of the sampling distribution, the same for rollout and training.
+
+    Args: logits [B, V]; temperature (0 = greedy decoding: 1 is used here); allowed: token ids allowed in each row, or None.
+    """
     logits = logits.float() / (temperature or 1.0)
-    return torch.log_softmax(logits if allowed is None else allow_only(logits, allowed), -1)
+    if allowed is not None:
+        pairs = torch.tensor([(b, i) for b, ids in enumerate(allowed) for i in ids], device=logits.device)
+        outside = torch.ones_like(logits, dtype=torch.bool)
+        outside[pairs[:, 0], pairs[:, 1]] = False
+        logits = logits.masked_fill(outside, -torch.inf)
+    return torch.log_softmax(logits, -1)
 
 @torch.no_grad()
 def generate(policy, prompts, max_len, temperature, generator, admissible=None):
@@ -485,7 +447,7 @@ def generate(policy, prompts, max_len, temperature, generator, admissible=None):
     policy's device; admissible: None, or B lists of actions to constrain the responses to.  Returns B Responses.
     A row stops at EOS or where its text completes `</action>`.
     """
-    ids, mask = left_pad(prompts, policy.tokenizer.pad_token_id, policy.device)
+    ids, mask = (pad(rows, torch.long, policy.device, "left") for rows in (prompts, [[1] * len(p) for p in prompts]))
     encode = lambda actions: policy.tokenizer([format_response(a) for a in actions], add_special_tokens=False)["input_ids"]
     tries = admissible and [encode(actions) for actions in admissible]
     head, cache, step_ids = policy.model.get_output_embeddings(), None, ids
@@ -505,7 +467,9 @@ def generate(policy, prompts, max_len, temperature, generator, admissible=None):
         tokens.append(token)
         logps.append(log_probs.gather(1, token[:, None])[:, 0])
         entropies.append(-(probs * log_probs.clamp(min=-1e9)).sum(-1))
-        ended = (token == policy.tokenizer.eos_token_id) | closes_action(policy, tokens, done)
+        recent = policy.tokenizer.batch_decode(torch.stack(tokens[-12:], 1).tolist())  # 12 tokens hold a whole `</action>`
+        closed = torch.tensor(["</action>" in text.lower() for text in recent], device=policy.device)
+        ended = (token == policy.tokenizer.eos_token_id) | closed
         lengths = torch.where(ended & ~done, s + 1, lengths)
         done = done | ended
         if bool(done.all()):
@@ -515,28 +479,19 @@ def generate(policy, prompts, max_len, temperature, generator, admissible=None):
     return [Response(*(c[b][:n] for c in columns), tries and [step[b] for step in allowed_ids[:n]], not d)
             for b, (n, d) in enumerate(zip(lengths.tolist(), done.tolist()))]
 
-def closes_action(policy, tokens, done):
-    """bool [B]: the row's text now ends with `</action>`.  Only rows whose new token has a '>' are decoded."""
-    closed, recent = torch.zeros_like(done), torch.stack(tokens[-12:], 1).tolist()
-    for b in (policy.may_close[tokens[-1]] & ~done).nonzero()[:, 0].tolist():
-        closed[b] = "</action>" in policy.tokenizer.decode(recent[b]).lower()
-    return closed
-
-
-# ---- Rollout -------------------------------------------------------------------------------------------------------------
-
+# ---- Rollout ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Transition:
     """One step of one episode: what was read, written and seen next."""
     prompt_ids: list
     response: Response
-    obs_ids: list     # the NEXT observation o_{t+1}
-    state: str        # the observation acted on (GiGPO's anchor)
+    obs_ids: list  # the NEXT observation o_{t+1}
+    state: str     # the observation acted on (GiGPO's anchor)
     reward: float
     valid: bool
-    episode: int      # row of the episode in this rollout
+    episode: int   # row of the episode in this rollout
     group: int
-    version: int      # policy version that sampled it
+    version: int   # policy version that sampled it
 
 @dataclass
 class Episode:
@@ -549,10 +504,9 @@ class Episode:
     steps: list = field(default_factory=list)  # (observation, response text, reward, next observation)
 
 def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, seconds):
-    """Play every task `group_size` times, all episodes in step; returns (transitions, episodes).
+    """Play every task (an index) group_size times, all episodes in step; returns (transitions, episodes).
 
-    Args: pool with len(tasks) * group_size environments or more; tasks list of task indices; generator for sampling; seconds
-    dict, to which time spent in "env" and "generate" is added.
+    `seconds`: a dict to which the time spent in "env" and "generate" is added.
     """
     clock = time.perf_counter()
     live = list(range(len(tasks) * group_size))
@@ -591,9 +545,7 @@ def invalid_action_text(response_text):
     match = re.search(r"<action>(.*?)</action>", response_text, re.I | re.S)
     return f"(invalid) {match.group(1).strip()[:60] if match else 'no action'}"
 
-
-# ---- Update --------------------------------------------------------------------------------------------------------------
-
+# ---- Update -------------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """Right-padded rows [h_t, a_t, o_{t+1}] (o_{t+1} only where it is scored) and what their loss needs."""
     ids: torch.Tensor             # [B, T]
@@ -609,19 +561,17 @@ class Batch(NamedTuple):
 def make_batch(transitions, with_obs, device, temperature=1.0):
     """Pad transitions into a Batch; with_obs (list of bool) says to which rows the next observation is appended."""
     parts = [(t.prompt_ids, t.response.ids, t.obs_ids if w else []) for t, w in zip(transitions, with_obs)]
-    lens = torch.tensor([[len(x) for x in p] for p in parts])  # [B, 3]
-    pad = lambda rows, width, dtype: torch.tensor([r + [0] * (width - len(r)) for r in rows], dtype=dtype).to(device)
-    mask = lambda n: (torch.arange(int(n.max()))[None] < n[:, None]).long().to(device)  # from lengths, never from ids
-    return Batch(pad([p + a + o for p, a, o in parts], int(lens.sum(1).max()), torch.long), mask(lens.sum(1)),
-                 lens[:, 0].to(device), lens[:, 1].to(device), mask(lens[:, 1]), mask(lens[:, 2]),
-                 pad([t.response.logps for t in transitions], int(lens[:, 1].max()), torch.float32), temperature,
+    longs = lambda rows: pad(rows, torch.long, device, "right")
+    ones = lambda *columns: longs([[1] * sum(len(p[c]) for c in columns) for p in parts])  # masks: from lengths, never from ids
+    return Batch(longs([p + a + o for p, a, o in parts]), ones(0, 1, 2), longs([[len(p)] for p, _, _ in parts])[:, 0],
+                 longs([[len(a)] for _, a, _ in parts])[:, 0], ones(1), ones(2),
+                 pad([t.response.logps for t in transitions], torch.float32, device, "right"), temperature,
                  [t.response.allowed for t in transitions] if transitions[0].response.allowed else None)
 
 def response_logps(model, batch):
     """Log-probabilities of response and observation tokens from one forward pass; the LM head sees scored positions only.
 
-    Args: model, a Hugging Face causal LM; batch, a Batch.
-    Returns: action_logp [B, S] at the batch's temperature (and constraint), obs_logp [B, O] at temperature 1; 0 where masked.
+    Returns action_logp [B, S] at the batch's temperature (and constraint) and obs_logp [B, O] at temperature 1; 0 where masked.
     """
     hidden = model.base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False,
                               position_ids=positions_of(batch.attention_mask)).last_hidden_state  # [B, T, D]
@@ -670,22 +620,19 @@ def world_model_weights(transitions, episodes, cfg):
     if cfg.entropy == "full":
         entropy = torch.tensor([float(np.mean(t.response.entropies)) for t in transitions])
     else:
-        width = max(len(t.response.ids) for t in transitions)
-        logp = torch.tensor([t.response.logps + [0.0] * (width - len(t.response.ids)) for t in transitions])
-        lens = torch.tensor([len(t.response.ids) for t in transitions])
-        entropy = action_entropy(logp, torch.arange(width)[None] < lens[:, None])
+        logps = [torch.tensor([t.response.logps]) for t in transitions]
+        entropy = torch.cat([action_entropy(logp, torch.ones_like(logp)) for logp in logps])
     return transition_weights(select_transitions(entropy, cfg.alpha), group_ids, lambdas), lambdas
 
 def micro_batches(rows, transitions, with_obs, token_budget):
-    """Cut rows into lists whose padded size stays within the token budget; rows of similar length go together."""
-    length = {n: len(transitions[n].prompt_ids) + len(transitions[n].response.ids) + with_obs[n] * len(transitions[n].obs_ids)
-              for n in rows}
-    batches, current = [], []
-    for n in sorted(rows, key=lambda n: (length[n], n)):
-        if current and length[n] * (len(current) + 1) > token_budget:
-            batches, current = batches + [current], []
-        current.append(n)
-    return batches + [current] if current else batches
+    """Cut rows, longest first, into lists whose padded size stays within the token budget (or that hold a single row)."""
+    length = {n: sum(map(len, (t.prompt_ids, t.response.ids, t.obs_ids if with_obs[n] else []))) for n in rows
+              for t in [transitions[n]]}
+    batches, rows = [], sorted(rows, key=lambda n: (-length[n], n))
+    while rows:
+        size = max(1, token_budget // length[rows[0]])
+        batches, rows = batches + [rows[:size]], rows[size:]
+    return batches
 
 class Reference:
     """The frozen start of the policy for the KL term: its trainable weights, swapped in for a forward pass."""
@@ -698,21 +645,22 @@ class Reference:
             p.data, self.start[name] = self.start[name], p.data
 
     @torch.no_grad()
-    def logps(self, policy, batch):
+    def logps(self, policy, transitions, temperature):
         """Response log-probabilities [B, S] under the start; the policy is unchanged afterwards."""
+        batch = make_batch(transitions, [False] * len(transitions), policy.device, temperature)
         self.swap(policy.model)
         try:
             with policy.autocast():
-                return response_logps(policy.model, batch._replace(obs_mask=batch.obs_mask[:, :0]))[0]
+                return response_logps(policy.model, batch)[0]
         finally:
             self.swap(policy.model)
 
 def loss_of(policy, batch, ref_logp, advantage, wm_weight, shares, cfg):
-    """Loss of one micro-batch as its share of the mini-batch's loss (eq. 11, plus the KL term), and what is logged of it.
+    """Loss of one micro-batch as its share of the mini-batch's (eq. 11 and the KL term), and what is logged of it.
 
-    Args: advantage [B]; wm_weight [B], see transition_weights; shares (response tokens per optimiser step, optimiser steps
-    per epoch): thanks to them the gradient does not depend on how a mini-batch is cut up, and each token (eq. 1) and each
-    transition (eq. 9) has the weight that the whole update gives it.  Returns (scalar, sums [9], log-ratio [B, S]).
+    Args: advantage [B]; wm_weight [B] of transition_weights; shares: (response tokens per optimiser step, optimiser steps per
+    epoch), thanks to which the gradient does not depend on how a mini-batch is cut up, and each token (eq. 1) and transition
+    (eq. 9) has the weight that the whole update gives it.  Returns (scalar, sums [9], log-ratio [B, S]).
     """
     tokens_per_step, num_steps = shares
     with policy.autocast():
@@ -749,7 +697,7 @@ def update_policy(policy, reference, optimizer, transitions, episodes, cfg, gene
             log_ratios, batches = [], micro_batches(chosen, transitions, with_obs, cfg.token_budget)
             for rows in batches:
                 batch = make_batch([transitions[n] for n in rows], [with_obs[n] for n in rows], policy.device, cfg.temperature)
-                ref_logp = reference.logps(policy, batch) if cfg.kl_coef else None
+                ref_logp = reference.logps(policy, [transitions[n] for n in rows], cfg.temperature) if cfg.kl_coef else None
                 loss, batch_sums, log_ratio = loss_of(policy, batch, ref_logp, advantages[rows].to(policy.device),
                                                       wm_weights[rows].to(policy.device), shares, cfg)
                 loss.backward()
@@ -789,9 +737,7 @@ def update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_n
         "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0,
         "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions)}
 
-
-# ---- Evaluation ----------------------------------------------------------------------------------------------------------
-
+# ---- Evaluation ---------------------------------------------------------------------------------------------------------
 def evaluate(policy, pool, cfg):
     """Play tasks 0 .. eval_episodes - 1 of the pool once, with fixed seeds; returns {task type: [solved, episodes]}."""
     generator, counts = torch.Generator(policy.device).manual_seed(20260602), {}
@@ -799,26 +745,21 @@ def evaluate(policy, pool, cfg):
     for first in range(0, cfg.eval_episodes, num_envs):
         tasks = [n % pool.num_tasks for n in range(first, min(first + num_envs, cfg.eval_episodes))]
         for e in rollout(policy, pool, tasks, 1, cfg, cfg.eval_temperature, generator, defaultdict(float))[1]:
-            solved, episodes = counts.get(e.task_type, [0, 0])
+            solved, episodes = counts.get(e.task_type, (0, 0))
             counts[e.task_type] = [solved + e.won, episodes + 1]
-    return {t: counts[t] for t in [t for t in TASK_NAMES if t in counts] + sorted(set(counts) - set(TASK_NAMES))}
-
-def success_rate(counts):
-    """Share of solved episodes over all task types; 0 where nothing was played."""
-    return sum(s for s, _ in counts.values()) / max(sum(n for _, n in counts.values()), 1)
+    counts["all"] = [sum(column) for column in zip(*counts.values())] or [0, 0]
+    return {t: counts[t] for t in [*TASK_NAMES, *sorted(counts.keys() - TASK_NAMES - {"all"}), "all"] if t in counts}
 
 def success_table(rows):
-    """The paper's table 1 as text: rows {label: {task type: [solved, episodes]}} -> success in %."""
+    """The paper's table 1 as text: rows {label: what evaluate returned} -> success in %."""
     types = list(next(iter(rows.values())))
-    lines = ["success, %".ljust(12) + "".join(TASK_NAMES.get(t, t)[:9].rjust(10) for t in types) + "       All  episodes"]
+    lines = ["success, %".ljust(12) + "".join(TASK_NAMES.get(t, t)[:9].rjust(10) for t in types) + "  episodes"]
     for label, counts in rows.items():
-        cells = [100 * counts[t][0] / counts[t][1] for t in types] + [100 * success_rate(counts)]
-        lines.append(label.ljust(12) + "".join(f"{c:10.1f}" for c in cells) + f"{sum(n for _, n in counts.values()):10d}")
+        cells = [f"{100 * solved / max(episodes, 1):10.1f}" for solved, episodes in counts.values()]
+        lines.append(label.ljust(12) + "".join(cells) + f"{counts['all'][1]:10d}")
     return "\n".join(lines)
 
-
-# ---- Checkpoints and files -----------------------------------------------------------------------------------------------
-
+# ---- Checkpoints and files ----------------------------------------------------------------------------------------------
 # What may differ between a checkpoint and the flags of `--resume`; everything else is refused.
 RESUMABLE = {"updates", "device", "run_dir", "env_workers", "token_budget", "eval_every", "sample_every", "save_every"}
 
@@ -842,8 +783,7 @@ def load_checkpoint(path):
     """Read a checkpoint (weights_only: nothing is unpickled but tensors and plain values).  Raises InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"config", "weights", "optimizer", "update"} <= set(state):
-            raise ValueError("entries are missing")
+        Config(**state["config"]), state["weights"], state["optimizer"], state["update"]
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such checkpoint") from None
     except Exception as error:  # torch.load fails in many ways on a damaged file; all mean the same to the user
@@ -861,10 +801,7 @@ def load_weights(policy, weights, path):
 
 def open_run_dir(cfg, resume):
     """Create the run's folder; raises InputError where it cannot be written or already holds a run."""
-    path = Path(cfg.run_dir or f"runs/{cfg.env}-{cfg.algo}-{cfg.wm}-seed{cfg.seed}")
-    if not cfg.run_dir:
-        tries = [path] + [path.with_name(f"{path.name}-{n}") for n in range(2, 1000)]
-        path = next(p for p in tries if not p.exists())
+    path = Path(cfg.run_dir or f"runs/{cfg.env}-{cfg.algo}-{cfg.wm}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}")
     if (path / "checkpoint.pt").exists() and not resume:
         raise InputError(f"--run_dir {path}: it already holds a run; add --resume to go on with it, or name another folder")
     try:
@@ -879,40 +816,33 @@ class Log:
 
     def __init__(self, run_dir, cfg, policy, start):
         self.run_dir, self.cfg, self.start_time = run_dir, cfg, time.perf_counter()
-        total = sum(p.numel() for p in policy.model.parameters())
-        print(f"paw.py: {cfg.model} ({total:,} parameters, {sum(p.numel() for p in trainable(policy.model).values()):,} trained) on "
-              f"{policy.device}, {cfg.env}, {cfg.algo} + wm {cfg.wm}, seed {cfg.seed}; files in {run_dir}")
+        total, trained = (sum(p.numel() for p in ps) for ps in (policy.model.parameters(), trainable(policy.model).values()))
+        print(f"paw.py: {cfg.model} ({total:,} parameters, {trained:,} trained, {policy.model.dtype}) on {policy.device}, "
+              f"{cfg.env}, {cfg.algo} + wm {cfg.wm}, seed {cfg.seed}; files in {run_dir}")
         path = run_dir / "metrics.jsonl"  # on resume: drop the lines of updates after the checkpoint
         lines = path.read_text().splitlines()[:start] if path.exists() else []
         atomic_write(path, lambda t: t.write_text("".join(line + "\n" for line in lines)))
-
-    def progress(self, start, stop):
-        """The range of updates as a progress bar."""
-        self.bar = tqdm(range(start, stop), initial=start, total=stop, desc="updates", unit="update")
-        return self.bar
+        self.bar = tqdm(range(start, cfg.updates), initial=start, total=cfg.updates, desc="updates", unit="update")
 
     def update(self, update, metrics, seconds, episodes):
         """Write the figures of one update everywhere; now and then a transcript."""
-        total = sum(seconds.values())
         row = {"update": update, **metrics, "tokens_per_s": metrics["train_tokens"] / max(seconds["train"], 1e-9),
-               **{f"seconds_{k}": seconds[k] for k in ("env", "generate", "train")}, "seconds": total,
-               "elapsed": time.perf_counter() - self.start_time}
+               **{f"seconds_{k}": v for k, v in seconds.items()}, "seconds": sum(seconds.values())}
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         self.bar.set_postfix({k: f"{row[k]:.2f}" for k in ("success", "reward", "valid_action_rate")})
         shown = ("reward", "success", "valid_action_rate", "episode_len", "pg_loss", "wm_loss", "lambda", "kl", "clip_frac",
                  "entropy", "grad_norm")
-        tqdm.write(f"update {update}: " + "  ".join(f"{k} {row[k]:.3g}" for k in shown) + f"  {total:.1f} s")
+        tqdm.write(f"update {update}: " + "  ".join(f"{k} {row[k]:.3g}" for k in shown) + f"  {row['seconds']:.1f} s")
         if update % self.cfg.sample_every == 0:
             (self.run_dir / "transcripts" / f"update_{update:05d}.txt").write_text(transcript(episodes[0]))
 
     def finish(self, before, after):
         """Print and keep the table of the whole run."""
-        table = success_table({"before": before, "after": after})
-        print(f"\n{self.cfg.eval_split}, temperature {self.cfg.eval_temperature}:\n{table}")
-        result = {"before": before, "after": after, "seconds": time.perf_counter() - self.start_time}
-        (self.run_dir / "result.json").write_text(json.dumps(result, indent=1))
-        print(f"{result['seconds']:.0f} s; model in {self.run_dir / 'model'}")
+        seconds = time.perf_counter() - self.start_time
+        (self.run_dir / "result.json").write_text(json.dumps({"before": before, "after": after, "seconds": seconds}))
+        print(f"\n{self.cfg.eval_split}, temperature {self.cfg.eval_temperature}:")
+        print(success_table({"before": before, "after": after}) + f"\n{seconds:.0f} s; model in {self.run_dir / 'model'}")
 
 def transcript(episode):
     """One episode as readable text."""
@@ -921,9 +851,7 @@ def transcript(episode):
         lines += [f"\n[{t}] {obs}", f"    > {response.strip()}    (reward {reward:+.1f})"]
     return "\n".join(lines + [f"\n[end] {episode.steps[-1][3]}\n"])
 
-
-# ---- The run -------------------------------------------------------------------------------------------------------------
-
+# ---- The run ------------------------------------------------------------------------------------------------------------
 def seed_everything(seed, device):
     """Seed python, numpy and torch, and return the named generators of the run."""
     random.seed(seed)
@@ -932,32 +860,19 @@ def seed_everything(seed, device):
     return {"sampling": torch.Generator(device).manual_seed(seed), "mini_batches": torch.Generator().manual_seed(seed + 1)}
 
 def draw_tasks(update, cfg, num_tasks):
-    """The tasks of an update: consecutive slices of a seeded permutation that is drawn anew for each pass over the games."""
-    tasks = []
-    for k in range(update * cfg.groups, (update + 1) * cfg.groups):
-        order = torch.randperm(num_tasks, generator=torch.Generator().manual_seed(1000 * cfg.seed + k // num_tasks))
-        tasks.append(int(order[k % num_tasks]))
-    return tasks
+    """The tasks of an update: the next slice of a seeded permutation of all games, over and over."""
+    order = torch.randperm(num_tasks, generator=torch.Generator().manual_seed(cfg.seed)).tolist()
+    return [order[k % num_tasks] for k in range(update * cfg.groups, (update + 1) * cfg.groups)]
 
-class Interrupt:
-    """Ctrl-C asks for a stop after the update in progress; a second Ctrl-C stops at once."""
-
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self.ask)
-
-    def ask(self, *_):
-        self.asked = True
+def stop_on_ctrl_c():
+    """A list that gets an item at Ctrl-C: the run then ends after the update in progress.  A second Ctrl-C ends it at once."""
+    asked = []
+    def ask(*_):
+        asked.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        tqdm.write("Ctrl-C: finishing this update, then saving (again: stop now, losing it)", file=sys.stderr)
-
-@contextlib.contextmanager
-def open_pools(cfg):
-    """The environments for training and for evaluation, closed at the end."""
-    num_envs = cfg.groups * cfg.group_size
-    with EnvPool(cfg.env, num_envs, workers=cfg.env_workers, **cfg.env_options("train")) as pool:
-        with EnvPool(cfg.env, num_envs, workers=cfg.env_workers, **cfg.env_options(cfg.eval_split)) as eval_pool:
-            yield pool, eval_pool
+        tqdm.write("Ctrl-C: finishing this update, then saving (again: stop now and lose it)", file=sys.stderr)
+    signal.signal(signal.SIGINT, ask)
+    return asked
 
 def restore(state, policy, reference, optimizer, generators):
     """Put a checkpoint back; returns (next update, the evaluation before training)."""
@@ -977,12 +892,14 @@ def train(cfg, state=None):
     reference = Reference(policy.model)
     optimizer = torch.optim.AdamW(trainable(policy.model).values(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     start, before = restore(state, policy, reference, optimizer, generators) if state else (0, None)
-    with open_pools(cfg) as (pool, eval_pool):
+    num_envs, workers = cfg.groups * cfg.group_size, cfg.env_workers
+    with (EnvPool(cfg.env, num_envs, workers, **cfg.env_options("train")) as pool,
+          EnvPool(cfg.env, num_envs, workers, **cfg.env_options(cfg.eval_split)) as eval_pool):
         run_dir = open_run_dir(cfg, resume=state is not None)
         log = Log(run_dir, cfg, policy, start)
         before = before or evaluate(policy, eval_pool, cfg)
-        interrupt = Interrupt()
-        for update in log.progress(start, cfg.updates):
+        interrupted = stop_on_ctrl_c()
+        for update in log.bar:
             seconds = defaultdict(float)
             tasks = draw_tasks(update, cfg, pool.num_tasks)
             transitions, episodes = rollout(policy, pool, tasks, cfg.group_size, cfg, cfg.temperature, generators["sampling"], seconds)
@@ -990,31 +907,23 @@ def train(cfg, state=None):
             metrics = update_policy(policy, reference, optimizer, transitions, episodes, cfg, generators["mini_batches"])
             seconds["train"] = time.perf_counter() - clock
             if cfg.eval_every and (update + 1) % cfg.eval_every == 0:
-                metrics["eval_success"] = success_rate(evaluate(policy, eval_pool, cfg))
+                solved, episodes_played = evaluate(policy, eval_pool, cfg)["all"]
+                metrics["eval_success"] = solved / episodes_played
             log.update(update, metrics, seconds, episodes)
-            if (update + 1) % cfg.save_every == 0 or update + 1 == cfg.updates or interrupt.asked:
+            if (update + 1) % cfg.save_every == 0 or update + 1 == cfg.updates or interrupted:
                 save_checkpoint(run_dir / "checkpoint.pt", policy, reference, optimizer, generators, update + 1, cfg, before)
-            if interrupt.asked:
+            if interrupted:
                 raise KeyboardInterrupt
         save_model(policy, run_dir / "model", cfg)
         log.finish(before, evaluate(policy, eval_pool, cfg))
 
-def evaluate_checkpoint(path, cfg, explicit):
-    """`--eval CKPT`: success per task type of a checkpoint, on --eval_split, with fixed seeds."""
-    state = load_checkpoint(path)
-    cfg = merge_config(state["config"], explicit)
+def evaluate_checkpoint(cfg, state, path):
+    """`--eval CKPT`: print the success per task type of a checkpoint, on --eval_split, with fixed seeds."""
     policy = load_policy(cfg)
     load_weights(policy, state["weights"], path)
-    with EnvPool(cfg.env, cfg.groups * cfg.group_size, workers=cfg.env_workers, **cfg.env_options(cfg.eval_split)) as pool:
+    with EnvPool(cfg.env, cfg.groups * cfg.group_size, cfg.env_workers, **cfg.env_options(cfg.eval_split)) as pool:
         print(f"{path} after {state['update']} updates, {cfg.eval_split}, temperature {cfg.eval_temperature}:")
         print(success_table({"success": evaluate(policy, pool, cfg)}))
-
-def merge_config(saved, explicit):
-    """A checkpoint's settings, overridden by the flags that were given; validated."""
-    known = {f.name for f in dataclasses.fields(Config)}
-    cfg = Config(**{k: v for k, v in saved.items() if k in known} | explicit)
-    cfg.validate()
-    return cfg
 
 def parse_arguments(argv):
     """(explicit settings, mode arguments): a flag per Config field, and the flags that choose what to do."""
@@ -1038,22 +947,23 @@ def main(argv=None):
     cfg = Config(**explicit)
     cfg.validate()
     if "plot" in modes:
+        from benchmarks.plot import plot
         return plot(modes["plot"], "curves.png")
     if "warm_start" in modes:
         from tiny_lm import make  # not part of the method: it stands in for the pretraining of a real LLM
         return make.main(cfg)
-    if "eval" in modes:
-        return evaluate_checkpoint(modes["eval"], cfg, explicit)
-    if "resume" not in modes:
+    if "eval" not in modes and "resume" not in modes:
         return train(cfg)
-    if not (modes["resume"] or cfg.run_dir):
-        raise InputError("--resume: say which run, as --resume RUN/checkpoint.pt or --run_dir RUN --resume")
-    path = Path(modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
+    path = Path(modes.get("eval") or modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
     state = load_checkpoint(path)
+    cfg = Config(**state["config"] | {"run_dir": str(path.parent)} | explicit)  # a checkpoint's settings, and the flags given
+    cfg.validate()
+    if "eval" in modes:
+        return evaluate_checkpoint(cfg, state, path)
     for name, value in explicit.items():
         if name not in RESUMABLE and value != state["config"][name]:
             raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")
-    train(merge_config(state["config"], {"run_dir": str(path.parent)} | explicit), state)
+    train(cfg, state)
 
 
 if __name__ == "__main__":
