@@ -28,7 +28,7 @@ def lm(kind="llama", seed=0, **settings):
     torch.manual_seed(seed)
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
     settings = dict(vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, max_position_embeddings=512, initializer_range=.4, pad_token_id=PAD,
+                    num_key_value_heads=2, max_position_embeddings=512, initializer_range=.3, pad_token_id=PAD,
                     eos_token_id=EOS, bos_token_id=None, tie_word_embeddings=kind == "qwen2") | settings
     return model(config(**settings)).eval()
 
