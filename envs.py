@@ -8,6 +8,7 @@ Every environment is a `TextEnv` (gymnasium's `Env` with str observations and st
 them together.  This file knows nothing of the two methods that use it.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -18,6 +19,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -201,46 +203,41 @@ def serve_envs(pipe, name: str, num_envs: int, options: dict):
 
 
 # ---- ALFWorld ----
-# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the experts) is the textworld and alfworld packages' own.  Here are:
-# houses that need no download, the loader of the official ones, and faster versions of a few functions of the engine.
+# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own.  Here are:
+# houses that need no download, faster versions of a few functions of the engine, and the environment around it.
 
 # `import alfworld` creates the folder $ALFWORLD_DATA and sets the variable; the planner's modules parse sys.argv.
-USERS_OWN = os.environ.get("ALFWORLD_DATA"), sys.argv
+USERS_DATA, USERS_ARGV = os.environ.get("ALFWORLD_DATA", ""), sys.argv
 os.environ["ALFWORLD_DATA"], sys.argv = tempfile.gettempdir(), ["translate.py", "domain", "task"]
-import alfworld  # noqa: E402
-import fast_downward  # noqa: E402
-import textworld.logic  # noqa: E402
-import textworld.envs.pddl.logic as pddl_logic  # noqa: E402
-import textworld.envs.pddl.textgen as textgen  # noqa: E402
-from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos  # noqa: E402
-from alfworld.agents.expert import (HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent,  # noqa: E402
-                                    handcoded_expert)
-from alfworld.gen import constants, goal_library  # noqa: E402
-from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # noqa: E402
-from textworld.envs.pddl import PddlEnv  # noqa: E402
+import fast_downward
+import textworld.envs.pddl.logic as pddl_logic
+import textworld.envs.pddl.textgen as textgen
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
+from alfworld.agents.expert import HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent, handcoded_expert
+from alfworld.gen import constants, goal_library
+from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
+from textworld.envs.pddl import PddlEnv
+from textworld.logic import Rule
 
-os.environ["ALFWORLD_DATA"], sys.argv = USERS_OWN[0] or "", USERS_OWN[1]
-if USERS_OWN[0] is None:
-    del os.environ["ALFWORLD_DATA"]
+os.environ["ALFWORLD_DATA"], sys.argv = USERS_DATA, USERS_ARGV
 
-ALFWORLD_TASKS = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
-                  "pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep", "pick_two_obj_and_place")
-SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
-HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 4)}  # receptacles, objects, most of a type
-# What holds what.  Movable receptacles (a plate) are mere objects here, as in the official games.
-FITS = {recep: sorted(obj for obj in objs if not obj.endswith("Sliced"))
-        for recep, objs in sorted(constants.VAL_RECEPTACLE_OBJECTS.items()) if recep not in constants.MOVABLE_RECEPTACLES}
-LAMPS, LAMP_STANDS = ("DeskLamp", "FloorLamp"), ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTable")
-ALL_ROOMS = ("Bathroom", "Bedroom", "Kitchen", "LivingRoom")
-TASK_NEEDS = {  # task -> (rooms, one of these receptacles must be there, ability of the object)
-    "pick_and_place_simple": (ALL_ROOMS, (), None),
+ROOMS, LAMPS = ("Bathroom", "Bedroom", "Kitchen", "LivingRoom"), ("DeskLamp", "FloorLamp")
+LAMP_STANDS = ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTable")
+TASK_NEEDS = {  # task type -> (rooms, one of these receptacles must be there, what is done to the object)
+    "pick_and_place_simple": (ROOMS, (), None),
     "look_at_obj_in_light": (("Bedroom", "LivingRoom"), LAMP_STANDS, None),
     "pick_clean_then_place_in_recep": (("Bathroom", "Kitchen"), ("SinkBasin",), "Cleanable"),
     "pick_heat_then_place_in_recep": (("Kitchen",), ("Microwave",), "Heatable"),
     "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"),
-    "pick_two_obj_and_place": (ALL_ROOMS, (), None),
+    "pick_two_obj_and_place": (ROOMS, (), None),
 }
-PDDL_ESCAPES = str.maketrans({"-": "_minus_", "#": "-", "|": "_bar_", "+": "_plus_", ".": "_dot_", ",": "_comma_"})
+ALFWORLD_TASKS = tuple(TASK_NEEDS)
+SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
+HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 4)}  # receptacles, objects, most of a type
+PACKAGE = Path(constants.__file__).parents[1]
+# What holds what.  Movable receptacles (a plate) are mere objects here, as in the official games.
+FITS = {recep: {obj for obj in objs if not obj.endswith("Sliced")}
+        for recep, objs in constants.VAL_RECEPTACLE_OBJECTS.items() if recep not in constants.MOVABLE_RECEPTACLES}
 
 
 def thing_type(thing_id: str) -> str:
@@ -258,127 +255,110 @@ def new_id(rng, kind: str) -> str:
 @functools.cache
 def floor_plan(scene: int):
     """(ids of the receptacles whose position is known, all types of things that the plan names), from the package."""
-    folder = Path(alfworld.__file__).parent / "gen" / "layouts"
-    ids = json.loads((folder / f"FloorPlan{scene}-openable.json").read_text())
-    types = json.loads((folder / f"FloorPlan{scene}-objects.json").read_text())
+    stem = f"gen/layouts/FloorPlan{scene}"
+    ids, types = (json.loads((PACKAGE / f"{stem}-{part}.json").read_text()) for part in ("openable", "objects"))
     return [i for i in sorted(ids) if thing_type(i) in FITS], sorted(set(types))
 
 
 def choose_receptacles(rng, scene: int, wants: tuple, count: int) -> list:
     """`count` receptacle ids for a scene: one whose type is in `wants` (if any), then a mix that favours rare types."""
     ids, types = floor_plan(scene)
-    known = {thing_type(i) for i in ids}
-    ids = ids + [new_id(rng, kind) for kind in types if kind in FITS and kind not in known
-                 for _ in range(4 if kind == "StoveBurner" else 1)]
+    unplaced = sorted({kind for kind in types if kind in FITS} - {thing_type(i) for i in ids})
+    ids = ids + [new_id(rng, kind) for kind in unplaced for _ in range(4 if kind == "StoveBurner" else 1)]
     ids += [new_id(rng, rng.choice(("Cabinet", "Drawer", "Shelf"))) for _ in range(count - len(ids))]
     copies = Counter(map(thing_type, ids))
-    ids.sort(key=lambda i: rng.random() ** (copies[thing_type(i)] ** 0.5), reverse=True)
+    ids.sort(key=lambda i: rng.random() ** copies[thing_type(i)] ** 0.5, reverse=True)
     first = [i for i in ids if thing_type(i) in wants][:1] or [new_id(rng, kind) for kind in wants[-1:]]
     return first + [i for i in ids if i not in first][:count - len(first)]
 
 
-def choose_target(rng, scene: int, task_type: str, receptacles: list):
-    """(object type, goal receptacle type, types of receptacles where the object may start); None if nothing fits."""
+def place_objects(rng, size: str, task_type: str, types: list, receptacles: list):
+    """Draw the task's object and place it and others so that the goal does not hold.
+
+    Returns (object type, goal receptacle type or "", lamp type, dict object id -> receptacle id); None if nothing fits.
+    """
     _, wants, ability = TASK_NEEDS[task_type]
-    kinds, options = sorted({thing_type(i) for i in receptacles}), {}
-    for obj in floor_plan(scene)[1]:
-        homes = [kind for kind in kinds if obj in FITS[kind]]
-        if ability and obj not in constants.VAL_ACTION_OBJECTS[ability]:
-            continue
-        if task_type == "look_at_obj_in_light":
-            goals = [(None, homes)] if homes else []
-        else:
-            goals = [(g, [h for h in homes if h != g]) for g in homes if g not in wants and len(homes) > 1]
-        if goals:
-            options[obj] = goals
+    spots = {kind: [recep for recep in receptacles if kind in FITS[thing_type(recep)]] for kind in types}
+    options = []  # per object type: its goals, each with the receptacles where the object may start
+    for obj in types:
+        homes = sorted({thing_type(recep) for recep in spots[obj]})
+        goals = [""] if task_type == "look_at_obj_in_light" else [home for home in homes if home not in wants]
+        choices = [(obj, goal, [r for r in spots[obj] if thing_type(r) != goal]) for goal in goals]
+        if not ability or obj in constants.VAL_ACTION_OBJECTS[ability]:
+            options.append([choice for choice in choices if choice[2]])
+    options = [choices for choices in options if choices]
     if not options:
         return None
-    obj = rng.choice(sorted(options))
-    return obj, *rng.choice(options[obj])
-
-
-def place_objects(rng, scene: int, size: str, task_type: str, receptacles: list, target: tuple):
-    """(dict object id -> receptacle id, lamp type or None).  The goal does not hold at the start."""
-    _, num_objects, copies = HOUSE_SIZES[size]
-    obj, _, homes = target
-    types = floor_plan(scene)[1]
-    wanted = [obj] * (2 if task_type == "pick_two_obj_and_place" else rng.choice((1, 1, 2)))
-    places = {new_id(rng, obj): rng.choice([r for r in receptacles if thing_type(r) in homes]) for obj in wanted}
-    lamps = [kind for kind in types if kind in LAMPS] or list(LAMPS[:1] if task_type == "look_at_obj_in_light" else ())
-    stands = [r for r in receptacles if thing_type(r) in LAMP_STANDS]
-    lamp = rng.choice(lamps) if lamps and stands else None
-    if lamp:
-        places[new_id(rng, lamp)] = rng.choice(stands)
-    others = [(kind, [r for r in receptacles if kind in FITS[thing_type(r)]]) for kind in types if kind != obj]
-    others = [(kind, spots) for kind, spots in others if spots] * copies
+    obj, goal, spots[obj] = rng.choice(rng.choice(options))
+    others = [kind for kind in types if kind != obj and spots[kind]] * HOUSE_SIZES[size][2]
+    kinds = [obj] * (2 if task_type == "pick_two_obj_and_place" else rng.choice((1, 1, 2)))
+    lamp = rng.choice([kind for kind in types if kind in LAMPS] or LAMPS[:1])
+    spots[lamp] = [recep for recep in receptacles if thing_type(recep) in LAMP_STANDS]
+    if task_type == "look_at_obj_in_light" or (lamp in types and spots[lamp]):
+        kinds.append(lamp)
     rng.shuffle(others)
-    for kind, spots in others[:rng.randint(*num_objects) - len(places)]:
-        places[new_id(rng, kind)] = rng.choice(spots)
-    return places, lamp
+    kinds += others[:rng.randint(*HOUSE_SIZES[size][1]) - len(kinds)]
+    return obj, goal, lamp, {new_id(rng, kind): rng.choice(spots[kind]) for kind in kinds}
 
 
 def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
     """The house as a problem of the package's PDDL domain; `places` maps object ids to receptacle ids."""
-    locations = {recep: f"loc|{n}" for n, recep in enumerate(sorted(receptacles))}
-    rtypes = sorted({thing_type(r) for r in receptacles} | {"SinkBasin", "Fridge", "Microwave"})  # the domain names these
-    otypes = sorted({thing_type(o) for o in places} | {"Knife", "ButterKnife"})
-    things = ["agent1 # agent", "loc|start # location"] + [f"{loc} # location" for loc in locations.values()]
-    things += [f"{recep} # receptacle" for recep in receptacles] + [f"{obj} # object" for obj in places]
-    things += [f"{kind}Type # rtype" for kind in rtypes] + [f"{kind}Type # otype" for kind in otypes]
+    location = {recep: f"loc|{n}" for n, recep in enumerate(receptacles)}
+    rtypes = sorted({thing_type(recep) for recep in receptacles} | {"SinkBasin", "Fridge", "Microwave"})
+    otypes = sorted({thing_type(obj) for obj in places} | {"Knife", "ButterKnife"})  # the domain names these too
+    things = {"agent": ["agent1"], "location": ["loc|start", *location.values()], "receptacle": receptacles,
+              "object": places, "rtype": [f"{r}Type" for r in rtypes], "otype": [f"{o}Type" for o in otypes]}
     facts = ["(atLocation agent1 loc|start)"]
     facts += [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
-    for recep, loc in locations.items():
-        facts += [f"(receptacleType {recep} {thing_type(recep)}Type)", f"(receptacleAtLocation {recep} {loc})"]
-        facts += [f"(openable {recep})"] if thing_type(recep) in constants.OPENABLE_CLASS_LIST else []
+    for recep, spot in location.items():
+        facts += [f"(receptacleType {recep} {thing_type(recep)}Type)", f"(receptacleAtLocation {recep} {spot})"]
+        facts += [f"(openable {recep})"] * (thing_type(recep) in constants.OPENABLE_CLASS_LIST)
     for obj, recep in places.items():
-        kind = thing_type(obj)
-        facts += [f"(objectType {obj} {kind}Type)", f"(inReceptacle {obj} {recep})"]
-        facts += [f"(objectAtLocation {obj} {locations[recep]})"]
-        facts += [f"({ability.lower()} {obj})" for ability in sorted(constants.VAL_ACTION_OBJECTS)
-                  if kind in constants.VAL_ACTION_OBJECTS[ability]]
-        facts += [f"(pickupable {obj})"] if kind not in LAMPS else []
-        facts += [f"(isReceptacleObject {obj})"] if kind in constants.MOVABLE_RECEPTACLES else []
-    things, facts, goal = ("\n".join(part).translate(PDDL_ESCAPES) for part in (things, facts, [goal]))
-    return f"(define (problem house)\n(:domain alfred)\n(:objects\n{things}\n)\n(:init\n{facts}\n){goal}"
+        facts += [f"(inReceptacle {obj} {recep})", f"(objectAtLocation {obj} {location[recep]})"]
+        facts += [f"(objectType {obj} {thing_type(obj)}Type)"]
+        kinds_by_fact = {**constants.VAL_ACTION_OBJECTS, "isReceptacleObject": constants.MOVABLE_RECEPTACLES}
+        facts += [f"({fact} {obj})" for fact, kinds in kinds_by_fact.items() if thing_type(obj) in kinds]
+        facts += [f"(pickupable {obj})"] * (thing_type(obj) not in LAMPS)
+    text = "\n".join(["(define (problem house)", "(:domain alfred)", "(:objects"]
+                     + [f"{thing} # {kind}" for kind, names in things.items() for thing in names]
+                     + [")", "(:init", *facts, ")" + goal])
+    for char, escape in (("-", "_minus_"), ("#", "-"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_")):
+        text = text.replace(char, escape)
+    return text
 
 
+@functools.lru_cache(maxsize=256)
 def make_house(size: str, split: str, index: int, attempt: int):
-    """Game number `index` of a split, a function of the arguments alone.
+    """Game number `index` of a split, a function of the arguments alone; None if this draw has no room for the task.
 
-    Returns (folder relative to the split, game, traj_data, core): game and traj_data as the official files hold them but
-    not proven yet, core the PDDL problem without the things that do not matter; None if the task does not fit the draw.
+    Returns (folder relative to the split, game, traj_data, core): game and traj_data as the official files hold them,
+    not proven yet; core is the PDDL problem without the things that do not matter.
     """
-    rng = random.Random(f"{size} {split} {index} {attempt}")  # a str seed does not depend on PYTHONHASHSEED
+    rng = random.Random(f"{size} {split} {index} {attempt}")  # a str as seed does not depend on PYTHONHASHSEED
     task_type = ALFWORLD_TASKS[index % len(ALFWORLD_TASKS)]
     rooms, wants, _ = TASK_NEEDS[task_type]
-    numbers = constants.TEST_SCENE_NUMBERS if split == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS
-    room = constants.SCENE_TYPE[rng.choice(rooms)]
-    scene = rng.choice([number for number in numbers if number in room])
+    scenes = constants.TEST_SCENE_NUMBERS if split == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS
+    scene = rng.choice(sorted(set(scenes) & set(constants.SCENE_TYPE[rng.choice(rooms)])))
     receptacles = choose_receptacles(rng, scene, wants, rng.randint(*HOUSE_SIZES[size][0]))
-    target = choose_target(rng, scene, task_type, receptacles)
-    if target is None:
+    drawn = place_objects(rng, size, task_type, floor_plan(scene)[1], receptacles)
+    if drawn is None:
         return None
-    places, lamp = place_objects(rng, scene, size, task_type, receptacles, target)
+    obj, recep, lamp, places = drawn
     toggle = lamp if task_type == "look_at_obj_in_light" else ""
-    names = {"obj": target[0], "recep": target[1] or "", "toggle": toggle}
-    library = goal_library.gdict[task_type]
-    goal = library["pddl"].format(**names)
-    problem = pddl_problem(receptacles, places, goal)
-    core_places = {thing: recep for thing, recep in places.items() if thing_type(thing) in (target[0], toggle)}
-    core = pddl_problem([recep for recep in receptacles if recep in core_places.values()
-                         or thing_type(recep) in (target[1], *wants)], core_places, goal)
-    sentence = rng.choice(library["templates"]).format(**{key: name.lower() for key, name in names.items()})
-    trial = f"trial_{index:05d}_{hashlib.sha256((problem + sentence).encode()).hexdigest()[:8]}"
-    data = Path(alfworld.__file__).parent / "data"
-    grammar = (data / "alfred.twl2").read_text().replace("UNKNOWN GOAL", sentence)
-    game = {"pddl_domain": (data / "alfred.pddl").read_text(), "grammar": grammar, "pddl_problem": problem,
-            "solvable": None, "walkthrough": None}
-    params = {"object_target": names["obj"], "parent_target": names["recep"], "toggle_target": toggle,
-              "mrecep_target": "", "object_sliced": False}
-    traj_data = {"task_id": trial, "task_type": task_type, "pddl_params": params,
-                 "scene": {"floor_plan": f"FloorPlan{scene}", "scene_num": scene},
-                 "turk_annotations": {"anns": [{"task_desc": sentence, "high_descs": []}]}}
-    return f"{task_type}-{names['obj']}-None-{names['recep'] or toggle}-{scene}/{trial}", game, traj_data, core
+    goal = goal_library.gdict[task_type]["pddl"].format(obj=obj, recep=recep, toggle=toggle)
+    sentence = rng.choice(goal_library.gdict[task_type]["templates"])
+    sentence = sentence.format(obj=obj, recep=recep, toggle=toggle).lower()
+    core = {thing: spot for thing, spot in places.items() if thing_type(thing) in (obj, toggle)}
+    core = pddl_problem([r for r in receptacles if r in core.values() or thing_type(r) in (recep, *wants)], core, goal)
+    domain, grammar = ((PACKAGE / "data" / name).read_text() for name in ("alfred.pddl", "alfred.twl2"))
+    game = {"pddl_domain": domain, "pddl_problem": pddl_problem(receptacles, places, goal),
+            "grammar": grammar.replace("UNKNOWN GOAL", sentence)}
+    trial = f"trial_{index:05d}_{hashlib.sha256(json.dumps(game).encode()).hexdigest()[:8]}"
+    traj_data = {"task_id": trial, "task_type": task_type, "pddl_params": {
+        "object_target": obj, "parent_target": recep, "toggle_target": toggle, "mrecep_target": "", "object_sliced": False},
+        "scene": {"floor_plan": f"FloorPlan{scene}", "scene_num": scene},
+        "turk_annotations": {"anns": [{"task_desc": sentence, "high_descs": []}]}}
+    return f"{task_type}-{obj}-None-{recep or toggle}-{scene}/{trial}", game, traj_data, core
 
 
 def cache_folder() -> Path:
@@ -387,306 +367,268 @@ def cache_folder() -> Path:
 
 
 def write_file(path: Path, data: bytes):
-    """Write through a temporary name, so that other processes see the whole file or none. Raises OSError."""
+    """Write under a temporary name, then rename: other processes see the whole file or none.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(data)
     os.replace(part, path)
 
 
-# The stock engine parses its grammar and copies its whole state again and again: 35 ms a step in a small house, 315 ms in
-# a full one.  `patch_engine` puts the functions below in place of the package's; every output stays the same.
-PATCHED_VERSIONS = {"alfworld": "0.4.2", "textworld": "1.7.0"}
-STOCK = {"pddl2sas": fast_downward.pddl2sas, "parse_grammar": pddl_logic._parse_and_convert,
-         "parse_text": textgen._parse_and_convert, "parse_query": textworld.logic.Rule.parse_conjunctive_query,
-         "replan": pddl_logic.PddlState.replan}
+# The stock engine parses its grammar and copies its whole state again and again: 25 ms a step in a small house, 80 in a
+# full one.  `patch_engine` puts the functions below in place of the package's; every output stays the same.
+STOCK_PDDL2SAS, STOCK_DERIVE = fast_downward.pddl2sas, textgen.ContextSensitiveGrammar.derive
+STOCK_INIT_STATE, STOCK_REPLAN = pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan
+parse_text = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
+parse_grammar = functools.lru_cache(maxsize=16)(pddl_logic._parse_and_convert)
+parse_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
 
 
-def run_pddl2sas(domain: str, problem: str, optimize: bool) -> bytes:
-    """fast_downward.pddl2sas, which leaves its own sys.argv behind and takes sys.stdout while it works."""
-    argv, stdout = sys.argv, sys.stdout
-    gc.disable()  # a third of the time else goes into looking for garbage that is not there
-    try:
-        return STOCK["pddl2sas"](domain, problem, optimize=optimize)[1].encode()
-    finally:
-        gc.enable()
-        sys.argv, sys.stdout = argv, stdout
-
-
-@functools.lru_cache(maxsize=64)
 def translate(domain: str, problem: str, optimize: bool) -> bytes:
-    """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 600 in a full one."""
+    """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 300 in a full."""
     digest = hashlib.sha256(f"{optimize}\n{domain}\n{problem}".encode()).hexdigest()
     path = cache_folder() / "translated" / digest[:2] / f"{digest}.sas.gz"
     try:
         return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error):
-        pass  # not there yet, or damaged: make it
-    sas = run_pddl2sas(domain, problem, optimize)
+    except (OSError, EOFError, zlib.error):  # it is not there yet, or damaged
+        argv, stdout, collecting = sys.argv, sys.stdout, gc.isenabled()  # the translator takes over the first two ...
+    gc.disable()  # ... and has no use for the third, which takes a quarter of the time
     try:
+        sas = STOCK_PDDL2SAS(domain, problem, optimize=optimize)[1].encode()
+    finally:
+        sys.argv, sys.stdout = argv, stdout
+        if collecting:
+            gc.enable()
+    with contextlib.suppress(OSError):  # a folder that we may not write to costs time and nothing else
         write_file(path, gzip.compress(sas, compresslevel=1, mtime=0))
-    except OSError:
-        pass  # a folder that we may not write to costs time and nothing else
     return sas
 
 
-class Translation:
-    """What the engine derives from (domain, problem) alone: shared by every environment that plays this game.
-
-    Attributes:
-        sas: the planning task in fast-downward's format.
-        start: copies of the four dictionaries of the first PddlState; None before there is one.
-        actions: operator id -> textworld.logic.Action, filled when an operator is first applicable.
-        commands: operator id -> command, valid while the things are called `names` (dict id -> name).
-    """
-
-    def __init__(self, domain: str, problem: str):
-        self.sas = translate(domain, problem, optimize=False)
-        self.task = parsing_functions.parse_task(lisp_parser.parse_nested_list(domain.split("\n")),
-                                                 lisp_parser.parse_nested_list(problem.split("\n")))
-        self.start, self.actions, self.names, self.commands = None, {}, None, {}
+def pddl2sas(domain: str, problem: str, verbose=False, optimize=False):
+    """fast_downward.pddl2sas from the disk; the planner's own translation (optimize) is left to `replan`."""
+    if optimize:
+        return None, ""
+    parsed = [lisp_parser.parse_nested_list(text.split("\n")) for text in (domain, problem)]
+    return parsing_functions.parse_task(*parsed), translate(domain, problem, optimize=False).decode()
 
 
 @functools.lru_cache(maxsize=64)
-def translation(domain: str, problem: str) -> Translation:
-    return Translation(domain, problem)
+def game_memo(domain: str, problem: str) -> dict:
+    """What all environments that play a game share: "start" (attributes of its first PddlState) and "commands"."""
+    return {"start": None, "commands": {}}
 
 
-def init_pddl_state(self, downward_lib, pddl_problem, logic):
-    """PddlState.__init__ without the translation for the planner, which `replan` makes when it is first asked."""
-    game = translation(logic.domain, pddl_problem)
-    self.game, self.task, self.sas, self.replan_loaded = game, game.task, game.sas, False
-    self._logic, self.downward_lib, self.pddl_problem = logic, downward_lib, pddl_problem
-    self._actions = {action.name: action for action in game.task.actions}
-    self.name2type = {thing.name: thing.type_name for thing in game.task.objects}
-    for kind in game.task.types:
-        if kind.name not in logic.types._types:
-            logic.types.add(textworld.logic.Type(kind.name, kind.supertype_names))
-    downward_lib.load_sas(game.sas)
-    if game.start is None:
-        self._facts, self._vars_by_name = defaultdict(set), {}
-        self._vars_by_type, self._var_counts = defaultdict(set), Counter()
-        for atom in game.task.init:
-            if isinstance(atom, fast_downward.translate.pddl.conditions.Atom) and atom.predicate != "=":
-                arguments = [textworld.logic.Variable(arg, self.name2type[arg]) for arg in atom.args]
-                self.add_fact(textworld.logic.Proposition(atom.predicate, arguments))
-        atoms = (pddl_logic.Atom * downward_lib.get_state_size())()
-        downward_lib.get_state(atoms)
-        facts = [atom.get_fact(self.name2type) for atom in atoms]
-        self.add_facts(fact for fact in facts if not fact.is_negation)
-        game.start = (self._facts, self._vars_by_name, self._vars_by_type, self._var_counts)
-    facts, by_name, by_type, counts = game.start
-    self._facts = defaultdict(set, {signature: set(props) for signature, props in facts.items()})
-    self._vars_by_name, self._var_counts = dict(by_name), counts.copy()
-    self._vars_by_type = defaultdict(set, {kind: set(variables) for kind, variables in by_type.items()})
+def init_state(self, downward_lib, pddl_problem, logic):
+    """PddlState.__init__, which works out the facts of a game once and copies them for each later state."""
+    memo = game_memo(logic.domain, pddl_problem)
+    if memo["start"] is None:
+        STOCK_INIT_STATE(self, downward_lib, pddl_problem, logic)
+        memo["start"] = {**vars(self), "memo": memo, "sas": self.sas.encode(), "planner_ready": False}
+    else:
+        downward_lib.load_sas(memo["start"]["sas"])
+    logic.types = memo["start"]["_logic"].types
+    vars(self).update(memo["start"], downward_lib=downward_lib, _logic=logic)
+    self._vars_by_name, self._var_counts = dict(self._vars_by_name), self._var_counts.copy()
+    self._facts = defaultdict(set, {signature: set(facts) for signature, facts in self._facts.items()})
+    self._vars_by_type = defaultdict(set, {kind: set(things) for kind, things in self._vars_by_type.items()})
 
 
 def replan(self, infos):
-    """PddlState.replan, which loads the planner's own translation at the first call."""
-    if not self.replan_loaded:
+    """PddlState.replan, which hands the planner its own translation when it is first needed."""
+    if not self.planner_ready:
         self.downward_lib.load_sas_replan(translate(self._logic.domain, self.pddl_problem, optimize=True))
-        self.replan_loaded = True
-    return STOCK["replan"](self, infos)
+        self.planner_ready = True
+    return STOCK_REPLAN(self, infos)
 
 
-def all_applicable_actions(self):
-    """PddlState.all_applicable_actions, which makes the Action of an operator once per game."""
-    operators = (fast_downward.Operator * self.downward_lib.get_applicable_operators_count())()
-    self.downward_lib.get_applicable_operators(operators)
-    self._operators = {operator.id: operator for operator in operators}
-    actions = {}  # operators of one name differ in how they fulfil a condition: the first stands for all
-    for number, operator in self._operators.items():
-        action = self.game.actions.get(number)
-        if action is None:
-            name, *arguments = operator.name.split()
-            action = textworld.logic.Action(name=name, preconditions=[], postconditions=[])
-            action.id, action.operator_name = number, operator.name
-            action.mapping = {textworld.logic.Placeholder(p.name.strip("?"), p.type_name):
-                              textworld.logic.Variable(argument, p.type_name)
-                              for p, argument in zip(self._actions[name].parameters, arguments)}
-            action.command_template = self._logic.actions[name].template
-            action.feedback_rule = self._logic.actions[name].feedback_rule
-            self.game.actions[number] = action
-        actions.setdefault(action.operator_name, action)
-    return list(actions.values())
-
-
-def gather_infos(self):
-    """PddlEnv._gather_infos, which derives each command's text once per game: it depends on names and static facts."""
-    state, game, facts = self._pddl_state, self._pddl_state.game, list(self._pddl_state.facts)
-    names = {key: info.name for key, info in self._entity_infos.items()}
-    if game.names != names:
-        game.names, game.commands = names, {}
-    actions = state.all_applicable_actions()
-    for action in actions:
-        if action.id not in game.commands:
-            context = {"state": state, "facts": facts, "mapping": action.mapping, "entity_infos": self._entity_infos,
-                       "variables": {ph.name: self._entity_infos[var.name] for ph, var in action.mapping.items()}}
-            template = self._logic.grammar.derive(action.command_template, context)
-            game.commands[action.id] = template.format(**names)
-    commands = [game.commands[action.id] for action in actions]
-    self.state.update({
-        "command_templates": sorted({action.template for action in self._logic.actions.values()}),
-        "won": state.check_goal(), "lost": False, "_entity_infos": dict(self._entity_infos), "_facts": facts,
-        "last_action": None, "_last_action": self._last_action, "_valid_actions": actions, "_valid_commands": commands,
-        "admissible_commands": sorted(set(commands))})
-    if self.request_infos.facts:
-        self.state["facts"] = [self._get_human_readable_fact(fact) for fact in facts]
-    if self.request_infos.moves:
-        self.state["moves"] = self._moves
-    if self.request_infos.policy_commands:
-        self.state["policy_commands"] = state.replan(self._entity_infos)
+def derive(self, start: str, context: dict) -> str:
+    """ContextSensitiveGrammar.derive; a command (no "#") depends on names and static facts alone: once per game."""
+    if "#" in start:
+        return STOCK_DERIVE(self, start, context)
+    commands = context["state"].memo["commands"]
+    key = (start, *(context["entity_infos"][thing.name].name for thing in context["mapping"].values()))
+    if key not in commands:
+        commands[key] = STOCK_DERIVE(self, start, context)
+    return commands[key]
 
 
 def light_copy(value):
-    """Stands for deepcopy in textgen: copies lists, dictionaries and symbols, shares the things that they hold."""
+    """deepcopy for textgen's symbols, lists and dictionaries, which shares the things that they hold."""
     if isinstance(value, list):
         return [light_copy(item) for item in value]
-    value = copy.copy(value)
+    twin = copy.copy(value)
     if isinstance(value, textgen.ListSymbol):
-        value.symbol = copy.copy(value.symbol)  # derive() writes the context into this one
-    return value
+        twin.symbol = copy.copy(value.symbol)  # its derive() writes into this one
+    return twin
 
 
-@functools.lru_cache(maxsize=4096)
-def parsed_text(text: str, rule_name: str):
-    return STOCK["parse_text"](text, rule_name=rule_name)
-
-
-@functools.lru_cache(maxsize=16)
-def parsed_grammar(domain: str, grammar: str):
-    """(actions, rules, types) of a grammar; the types are filled by the first PddlState of the domain."""
-    return *STOCK["parse_grammar"](grammar, rule_name="pddlStart"), textworld.logic.TypeHierarchy()
-
-
-def init_game_logic(self, domain, grammar):
-    """GameLogic.__init__, which parses a grammar once for all tasks: games differ in their task's sentence alone."""
+def init_logic(self, domain, grammar):
+    """GameLogic.__init__, which parses a grammar once for all games that differ in their task's sentence alone."""
     before, start, rest = grammar.partition('"Your task is to: ')
     sentence, end, after = rest.partition('"')
-    self.domain, self.grammar, self.actions = domain, textgen.ContextSensitiveGrammar(), {}
-    actions, rules, self.types = parsed_grammar(domain, before + start + end + after)
-    self.actions.update(actions)
+    self.actions, rules = parse_grammar(before + start + end + after, rule_name="pddlStart")
+    self.domain, self.types = domain, pddl_logic.textworld.logic.TypeHierarchy()
+    self.grammar = textgen.ContextSensitiveGrammar()
     self.grammar.update(rules)
     if start:
-        text = json.loads(start + sentence + end)
-        self.grammar._rules["task"] = [textgen.ProductionRule("task", textgen._parse_and_convert(text, "symbols"))]
+        task = textgen._parse_and_convert(json.loads(start + sentence + end), rule_name="symbols")
+        self.grammar._rules["task"] = [textgen.ProductionRule("task", task)]
 
 
 def patch_engine():
-    """Replace the functions named here; a second call changes nothing.
+    """Replace the functions named here, in this process.  Raises RuntimeError for versions that it was not made for."""
+    for package, version in (("alfworld", "0.4.2"), ("textworld", "1.7.0")):
+        found = importlib.metadata.version(package)
+        if found != version:
+            raise RuntimeError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
+    fast_downward.pddl2sas = pddl2sas
+    pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan = init_state, replan
+    pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
+    textgen.deepcopy, textgen._parse_and_convert = light_copy, lambda *args, **kw: light_copy(parse_text(*args, **kw))
+    Rule.parse_conjunctive_query = parse_query
 
-    Raises RuntimeError if a package has another version than the one that the replacements were written for.
+
+class HandcodedExpert:
+    """The package's hand-coded agent, which does not know where things are, with two faults mended.
+
+    It awaits "put X in/on Y" where the engine says "move X to Y", and it draws from the global random generator.
     """
-    for package, version in PATCHED_VERSIONS.items():
-        if importlib.metadata.version(package) != version:
-            raise RuntimeError(f"{package} {importlib.metadata.version(package)} is installed, but envs.py speeds up "
-                               f"{package} {version}: pip install {package}=={version}")
-    PddlEnv._gather_infos = gather_infos
-    pddl_logic.GameLogic.__init__ = init_game_logic
-    pddl_logic.PddlState.__init__ = init_pddl_state
-    pddl_logic.PddlState.all_applicable_actions = all_applicable_actions
-    pddl_logic.PddlState.replan = replan
-    textgen.deepcopy = light_copy
-    textgen._parse_and_convert = lambda text, rule_name, trace=False: light_copy(parsed_text(text, rule_name))
-    textworld.logic.Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(STOCK["parse_query"])
+
+    def __init__(self, game_file: str, feedback: str, seed: str):
+        self.agent, self.rng, self.action = HandCodedTWAgent(max_steps=200), random.Random(seed), "look"
+        self.agent.reset(game_file)
+        self.agent.observe(feedback)
+
+    def observe(self, state: dict, command: str):
+        """Follow one step; afterwards `action` is the next action, None once the agent has given up."""
+        stock_random, handcoded_expert.random = handcoded_expert.random, self.rng
+        try:
+            action = self.agent.act(state, 0, state["won"], re.sub("^move ", "put ", command))
+            self.action = action if action in state["admissible_commands"] else "look"
+        except (HandCodedAgentFailed, HandCodedAgentTimeout):
+            self.action = None
+        finally:
+            handcoded_expert.random = stock_random
+
+
+@functools.lru_cache(maxsize=16)
+def official_games(root: Path, task_types: tuple) -> list:
+    """Folders of the downloaded games below `root`, sorted; those that the package leaves out are left out here too."""
+    folders = sorted((file.parent for file in root.rglob("game.tw-pddl")), key=lambda folder: folder.parts)
+    games = [folder for folder in folders if folder.parent.name.split("-")[0] in task_types
+             and "movable" not in str(folder) and "Sliced" not in str(folder)
+             and json.loads((folder / "game.tw-pddl").read_text()).get("solvable")]
+    if not games:
+        raise InputError(f"no games of the types {', '.join(task_types)} in {root}: run alfworld-download, or let "
+                         "ALFWORLD_DATA name the folder that holds json_2.1.1")
+    return games
 
 
 class AlfworldEnv(TextEnv):
     """Household tasks in text (arXiv 2010.03768), in the packages' own engine.  Reward 1 on success, else 0.
 
     Args:
-        houses: "small" (6-8 receptacles) or "full" (25-30, like the official ones): generated; "official": downloaded.
-        split: "train", "valid_seen" (rooms of the training set) or "valid_unseen" (other rooms).
-        task_types: names out of ALFWORLD_TASKS; None for all six.  Task i of generated houses has type i modulo these.
-        max_steps: actions per episode.
+        houses: "small" (6-8 receptacles) or "full" (25-30, like the official ones), made when first asked for; or
+            "official": those of $ALFWORLD_DATA.
+        split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
+        task_types: names out of ALFWORLD_TASKS; None for all six.  In made houses task i has type i modulo these.
         num_games: how many tasks; None for SPLITS[split], or for all the official games.
-        expert: who answers `expert_action`: "planner" (knows everything, shortest plan) or "handcoded" (the package's
-            AlfredExpert, which has to look for things; reset and step must all pass through this object).
+        expert: who answers `expert_action`: "planner" (knows everything, shortest plan) or "handcoded" (explores).
     """
 
     def __init__(self, houses="small", split="train", task_types=None, max_steps=50, num_games=None, expert="planner"):
         task_types = tuple(task_types or ALFWORLD_TASKS)
         for name, value, allowed in (("houses", houses, (*HOUSE_SIZES, "official")), ("split", split, SPLITS),
                                      ("expert", expert, ("planner", "handcoded")),
-                                     *(("task_types", kind, ALFWORLD_TASKS) for kind in task_types)):
+                                     *(("task_types", task_type, ALFWORLD_TASKS) for task_type in task_types)):
             if value not in allowed:
-                raise InputError(f"{name} '{value}' is unknown: choose from {', '.join(allowed)}")
+                raise InputError(f"{name}: unknown value '{value}', choose from {', '.join(allowed)}")
+        if num_games is not None and num_games < 1:
+            raise InputError(f"num_games is {num_games}, it must be at least 1")
         patch_engine()
-        self.houses, self.split, self.task_types, self.max_steps, self.expert = houses, split, task_types, max_steps, expert
-        self.num_tasks = num_games or SPLITS[split]
-        self.engine = AlfredInfos(AlfredDemangler(PddlEnv(textworld.EnvInfos(facts=expert == "handcoded"))))
-        self._loaded, self._paths = None, {}
+        self.houses, self.split, self.task_types, self.expert = houses, split, task_types, expert
+        self.max_steps, self.num_tasks, self._games, self._loaded = max_steps, num_games or SPLITS[split], None, None
+        if houses == "official":
+            data = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
+            self._games = official_games(data / "json_2.1.1" / split, task_types)[:num_games]
+            self.num_tasks = len(self._games)
+        self.engine = AlfredInfos(AlfredDemangler(PddlEnv(pddl_logic.textworld.EnvInfos(facts=expert == "handcoded"))))
 
     def _prove(self, game: dict, core: str):
-        """A shortest plan for the house without the things that do not matter, played to the end in the engine.
-
-        Returns the list of commands; None if there is no plan or the engine does not call its end a success.
-        """
+        """Commands of a shortest plan for `core`, which the engine calls a success in the whole house; else None."""
         library = self.engine.downward_lib
-        if not library.solve_sas(run_pddl2sas(game["pddl_domain"], core, optimize=True), False):
+        if not library.solve_sas(translate(game["pddl_domain"], core, optimize=True), False):
             return None
         operators = (fast_downward.Operator * library.get_last_plan_length())()
         library.get_last_plan(operators)
         self.engine.load(game)
-        state = self.engine.reset()
-        plan = self.engine._pddl_state.plan_to_templated_actions([operator.name for operator in operators],
-                                                                     self.engine._entity_infos)
+        state, names = self.engine.reset(), [operator.name for operator in operators]
+        plan = self.engine._pddl_state.plan_to_templated_actions(names, self.engine._entity_infos)
         for command in plan:
             state, _, _ = self.engine.step(command)
         return plan if state["won"] else None
 
-    def _generated(self, task: int) -> Path:
-        """Folder of task number `task`; the game is made, and proven solvable, if it is not there yet."""
-        index = task // len(self.task_types) * len(ALFWORLD_TASKS) + ALFWORLD_TASKS.index(
-            self.task_types[task % len(self.task_types)])
-        root = cache_folder() / self.houses / self.split
+    def _folder(self, task: int) -> Path:
+        """Folder of a task's game; a generated one is proven, and written, if it is not there yet."""
+        if self._games:
+            return self._games[task]
+        rounds, kind = divmod(task, len(self.task_types))  # a filter of types picks from the same list of games
+        index = rounds * len(ALFWORLD_TASKS) + ALFWORLD_TASKS.index(self.task_types[kind])
         for attempt in range(100):
-            house = make_house(self.houses, self.split, index, attempt)
-            if house is None:
-                continue
-            path, game, traj_data, core = house
-            if (root / path / "game.tw-pddl").exists():
-                return root / path
-            game["walkthrough"] = self._prove(game, core)
-            game["solvable"] = bool(game["walkthrough"])
-            if game["solvable"]:
-                write_file(root / path / "traj_data.json", json.dumps(traj_data, indent=1).encode())
-                write_file(root / path / "game.tw-pddl", json.dumps(game).encode())
-                return root / path
+            path, game, traj_data, core = make_house(self.houses, self.split, index, attempt) or (None,) * 4
+            folder = cache_folder() / self.houses / self.split / (path or "none")
+            if (folder / "game.tw-pddl").exists():
+                return folder
+            plan = path and self._prove(game, core)
+            if plan:
+                try:
+                    write_file(folder / "traj_data.json", json.dumps(traj_data).encode())
+                    game = {**game, "solvable": True, "walkthrough": plan}
+                    write_file(folder / "game.tw-pddl", json.dumps(game).encode())
+                except OSError as error:
+                    raise InputError(f"cannot write {folder} ({error.strerror}): let TEXT_ENVS_CACHE name another folder")
+                return folder
         raise RuntimeError(f"no solvable {self.houses} house in 100 attempts: split {self.split}, game {index}")
 
     def _reset(self, seed, options):
         task = options.get("task")
-        if task is None:
-            task = int(self.np_random.integers(self.num_tasks))
+        task = int(self.np_random.integers(self.num_tasks)) if task is None else task
         if not 0 <= task < self.num_tasks:
-            raise InputError(f"task {task} is not in 0 ... {self.num_tasks - 1}")
-        if task not in self._paths:
-            self._paths[task] = self._generated(task)
-        path = self._paths[task]
-        if self._loaded != path:
-            self.engine.load(str(path / "game.tw-pddl"))
-            self._loaded = path
-        self.state = self.engine.reset()
-        _, obs, goal = self.state.feedback.split("\n\n")
-        self._goal, self._task_id = goal.removeprefix("Your task is to: "), "/".join(path.parts[-2:])
+            raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
+        folder = self._folder(task)
+        if self._loaded != folder:
+            self.engine.load(str(folder / "game.tw-pddl"))
+        self.state, self._loaded, self._task_id = self.engine.reset(), folder, "/".join(folder.parts[-2:])
+        _, obs, goal = self.state["feedback"].split("\n\n")
+        self._goal = goal.removeprefix("Your task is to: ")
+        self._plan = None if self._games else self.engine.walkthrough  # the official ones are the hand-coded expert's
+        if self.expert == "handcoded":
+            self._agent = HandcodedExpert(str(folder / "game.tw-pddl"), self.state["feedback"], f"{seed} {task}")
         return obs, self._info(valid_action=True)
 
     def _step(self, action):
         command = action.strip().lower()
         valid = command in self.state["admissible_commands"]
         self.state, reward, done = self.engine.step(command)
-        return self.state.feedback, reward, done, self._info(valid)
+        self._plan = self._plan[1:] if self._plan and self._plan[0] == command else None
+        if self.expert == "handcoded" and not done:
+            self._agent.observe(self.state, command)
+        return self.state["feedback"], reward, done, self._info(valid)
 
     def _info(self, valid_action: bool) -> dict:
         won = bool(self.state["won"])
-        return {"goal": self._goal, "admissible_actions": self.state["admissible_commands"], "task_id": self._task_id,
-                "task_type": self._task_id.split("-")[0], "won": won, "valid_action": valid_action, "score": float(won)}
+        return {"goal": self._goal, "admissible_actions": list(self.state["admissible_commands"]), "won": won,
+                "task_id": self._task_id, "task_type": self._task_id.split("-")[0], "valid_action": valid_action,
+                "score": float(won)}
 
     def expert_action(self):
-        """The expert's next action in the current state; None if the expert has none."""
-        plan = self.engine._pddl_state.replan(self.engine._entity_infos)
-        return plan[0] if plan else None
+        """The expert's action in the current state, before the end; None once it has given up.
+
+        The planner knows the way from the start; off it, it plans again: quick in small houses, seconds in full ones.
+        """
+        if self.expert == "handcoded":
+            return self._agent.action
+        self._plan = self._plan or self.engine._pddl_state.replan(self.engine._entity_infos)
+        return self._plan[0] if self._plan else None
 
 
 ENVS["alfworld"] = AlfworldEnv

@@ -18,7 +18,6 @@ On 2 CPU cores, no GPU, no network (the shipped tiny LM in offline ALFWorld hous
 On one GPU with the paper's settings:
     python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --groups 16 --max_steps 50 --lr 1e-6 \
         --updates 150 --max_response_len 512 --token_budget 32768 --gradient_checkpointing
-Where we leave the paper, the line says DEVIATION; the README lists them.
 """
 
 import argparse, dataclasses, difflib, json, math, os, random, re, signal, sys, time
@@ -44,17 +43,13 @@ from envs import EnvPool, InputError
 disable_progress_bar()
 TINY_FOLDER = Path(__file__).parent / "tiny_lm"
 TASK_NAMES = {  # ALFWorld task type -> column of the paper's table 1
-    "pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look", "pick_clean_then_place_in_recep": "Clean",
-    "pick_heat_then_place_in_recep": "Heat", "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2",
-    "all": "All"}
+    "pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look", "pick_clean_then_place_in_recep": "Clean", "all": "All",
+    "pick_heat_then_place_in_recep": "Heat", "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
 
 # ---- Settings -----------------------------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=None, high=None):
     """A Config field: its default, one line of help (meaning, unit, origin), and its choices or its range."""
     return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
-
-
-TINY = 1e-12  # as a lower bound: above 0
 
 @dataclass
 class Config:
@@ -78,29 +73,29 @@ class Config:
     max_obs_len: int = flag(512, "observation tokens that the world-model loss sees", low=1)
     algo: str = flag("grpo", "advantage estimator", ("grpo", "gigpo"))
     wm: str = flag("cmae", "world-model loss: cmae (eq. 8), ce (eq. 5), none (the base algorithm)", ("cmae", "ce", "none"))
-    alpha: float = flag(0.75, "fraction of transitions in the world-model loss (PaW: 0.75)", low=TINY, high=1)
-    rho: float = flag(0.2, "observation tokens above this probability are masked (PaW: 0.2)", low=TINY, high=1)
+    alpha: float = flag(0.75, "fraction of transitions in the world-model loss (PaW: 0.75)", low=1e-9, high=1)
+    rho: float = flag(0.2, "observation tokens above this probability are masked (PaW: 0.2)", low=1e-9, high=1)
     adaptive_lambda: bool = flag(True, "weigh the world-model loss by eq. 10; off: weight 1 (PaW's ablation)")
     entropy: str = flag("sampled", "selection entropy: sampled (PaW 3.1) or full (over the vocabulary; ours)", ("sampled", "full"))
     updates: int = flag(60, "policy updates", low=0)
     groups: int = flag(8, "groups (tasks) per update (PaW: 16)", low=1)
     group_size: int = flag(8, "episodes per group (PaW: 8)", low=2)
     max_steps: int = flag(20, "actions per episode (PaW: 50)", low=1)
-    temperature: float = flag(1.0, "sampling temperature of rollouts (PaW: 1.0)", low=TINY)
+    temperature: float = flag(1.0, "sampling temperature of rollouts (PaW: 1.0)", low=1e-9)
     eval_temperature: float = flag(0.4, "sampling temperature of evaluation; 0 = greedy (PaW: 0.4)", low=0)
-    reward_success: float = flag(10.0, "return of a solved episode, R_max of eq. 10 (PaW: 10)", low=TINY)
+    reward_success: float = flag(10.0, "return of a solved episode, R_max of eq. 10 (PaW: 10)", low=1e-9)
     reward_invalid: float = flag(-0.1, "added for each invalid action (PaW: -0.1)", high=0)
     gigpo_omega: float = flag(1.0, "weight of GiGPO's step advantage (PaW: 1)", low=0)
     gigpo_gamma: float = flag(0.95, "discount of GiGPO's step returns (PaW: 0.95)", low=0, high=1)
     lr: float = flag(3e-4, "learning rate of AdamW (PaW: 1e-6 for 1.5B and 7B)", low=0)
     weight_decay: float = flag(0.01, "weight decay of AdamW (verl's default)", low=0)
-    max_grad_norm: float = flag(1.0, "gradient-norm clip (verl's default)", low=TINY)
+    max_grad_norm: float = flag(1.0, "gradient-norm clip (verl's default)", low=1e-9)
     epochs: int = flag(1, "passes over the rollouts of an update", low=1)
     mini_batch: int = flag(256, "transitions per optimiser step (PaW: 256)", low=1)
     clip_low: float = flag(0.2, "PPO clip below 1", low=0, high=1)
     clip_high: float = flag(0.2, "PPO clip above 1", low=0)
     kl_coef: float = flag(0.01, "weight of the k3 KL to the frozen start; 0 = off (verl-agent: 0.01)", low=0)
-    token_budget: int = flag(16384, "padded tokens of one forward pass; the gradient does not depend on it", low=1)
+    token_budget: int = flag(4096, "padded tokens of one forward pass; the gradient does not depend on it", low=1)
     eval_every: int = flag(0, "updates between evaluations; 0 = only before and after", low=0)
     eval_episodes: int = flag(252, "episodes of an evaluation; 0 = none", low=0)
     sample_every: int = flag(10, "updates between sample transcripts", low=1)
@@ -108,8 +103,6 @@ class Config:
     seed: int = flag(1, "seed of everything but the evaluation", low=0)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     run_dir: str = flag("", "output folder; empty = runs/<env>-<algo>-<wm>-seed<seed>-<time>")
-    warm_start_steps: int = flag(6000, "optimiser steps of --warm_start", low=1)
-    warm_start_games: int = flag(3000, "expert games of --warm_start", low=1)
 
     @property
     def prompt_style(self) -> str:
@@ -135,21 +128,20 @@ class Config:
                 near = difflib.get_close_matches(str(value), choices, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 raise InputError(f"--{f.name} {value}: choose one of {', '.join(choices)}{hint}")
-            bounds = ["above 0" if low == TINY else f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None)
-            if bounds and not (low is None or value >= low) & (high is None or value <= high) & math.isfinite(value):
-                raise InputError(f"--{f.name} {value}: must be {' and '.join(bounds)}")
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
+                raise InputError(f"--{f.name} {value}: must lie between {low} and {high}")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise InputError(f"--device {self.device}: this machine has no usable CUDA device; use --device cpu")
 
 # ---- The formulas -------------------------------------------------------------------------------------------------------
 def masked_mean(x, mask):
-    """Mean of x over mask == 1, row by row: [B, S], [B, S] -> [B]; an empty row gives 0 (not NaN)."""
+    """Mean of x over mask == 1 in each row: [B, S], [B, S] -> [B]; a row without any gives 0."""
     return torch.where(mask.bool(), x, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 def action_entropy(logp, action_mask):
     """Entropy of a response from the sampled tokens alone: -(1/|a|) sum_i q_i log q_i, q_i = the sampled token's probability.
-
-    This is not the full-vocabulary entropy (`--entropy full`): one sampled term of it per token, as the paper writes it.
+    Not the full-vocabulary entropy (`--entropy full`), but one term of its sum per token, as the paper writes it.
     Args: logp [B, S] natural log; action_mask [B, S], 1 = response token.  Returns [B], in nats.  Source: PaW 3.1.
     >>> action_entropy(torch.tensor([[.5, .25]]).log(), torch.ones(1, 2))
     tensor([0.3466])
@@ -158,29 +150,24 @@ def action_entropy(logp, action_mask):
 
 def select_transitions(entropy, alpha):
     """The ceil(alpha N) transitions of the WHOLE update with the highest entropy; ties go to the lower index.
-
     Args: entropy [N]; alpha in (0, 1].  Returns bool [N].  Source: PaW eq. 4 (the rounding is ours).
     """
-    # 1e-9: alpha N is meant exactly, and 0.07 * 100 is 7.000000000000001 in floating point.
-    num_kept = math.ceil(alpha * len(entropy) - 1e-9)
+    num_kept = math.ceil(alpha * len(entropy) - 1e-9)  # 0.07 * 100 is 7.000000000000001 in floating point: 7 is meant
     selected = torch.zeros(len(entropy), dtype=torch.bool, device=entropy.device)
     selected[torch.argsort(entropy, descending=True, stable=True)[:num_kept]] = True
     return selected
 
 def clipped_mae(logp, obs_mask, rho):
-    """Clipped mean absolute error of a predicted observation: sum_i m_i (1 - p_i) / |o|, m_i = [p_i <= rho].
-
-    |o| counts ALL observation tokens, not the unmasked ones; the mask m is a constant (no gradient through it).
+    """Clipped mean absolute error of a predicted observation: sum_i m_i (1 - p_i) / |o|, m_i = [p_i <= rho] a constant.
+    |o| counts ALL observation tokens, not the unmasked ones.
     Args: logp [B, O]; obs_mask [B, O], 1 = observation token; rho in (0, 1].  Returns [B].  Source: PaW eq. 7-8.
     >>> clipped_mae(torch.tensor([[.1, .2, .5]]).log(), torch.ones(1, 3), rho=.2)
     tensor([0.5667])
     """
-    p = logp.exp()
-    confidence_mask = uncertain_mask(logp, rho).to(p.dtype)
-    return masked_mean(confidence_mask * (1 - p), obs_mask)
+    return masked_mean(uncertain_mask(logp, rho) * (1 - logp.exp()), obs_mask)
 
 def uncertain_mask(logp, rho):
-    """m of PaW eq. 7: True where p <= rho.  The comparison allows for the rounding of exp(log(rho)) in fp32."""
+    """m of PaW eq. 7: True where p <= rho, up to the rounding of exp(log(rho)) in fp32; no gradient."""
     return logp.detach().exp() <= rho * (1 + 1e-6)
 
 def cross_entropy_wm(logp, obs_mask):
@@ -188,17 +175,12 @@ def cross_entropy_wm(logp, obs_mask):
     return masked_mean(-logp, obs_mask)
 
 def world_model_weight(returns, r_max):
-    """lambda_g = 1 - mean return / R_max of one group, clamped to [0, 1]: returns [G] -> scalar.  Source: PaW eq. 10.
-
-    The clamp is ours: with the penalty for invalid actions a mean return can be negative.
-    """
+    """lambda_g = 1 - mean return / R_max of one group: returns [G] -> scalar.  Source: PaW eq. 10."""
+    # DEVIATION: clamped to [0, 1]; with the penalty for invalid actions a mean return can be negative.
     return (1 - returns.mean() / r_max).clamp(0, 1)
 
 def group_normalize(x, group_ids):
-    """(x - mean) / (std + 1e-6) inside each group (unbiased std); exactly 0 where a group's values are all equal.
-
-    Args: x [N] float; group_ids [N] integer, in any order.  Returns [N].
-    """
+    """(x - mean) / (std + 1e-6) inside each group (unbiased std), 0 where its values are all equal: x [N], ids [N] -> [N]."""
     out = torch.zeros_like(x)
     for g in group_ids.unique():
         rows = group_ids == g
@@ -208,9 +190,8 @@ def group_normalize(x, group_ids):
     return out
 
 def group_advantages(returns, group_ids):
-    """GRPO's advantage of each episode within its group: returns [N], group_ids [N] -> [N].
-
-    Raises ValueError for a group of one.  Source: PaW eq. 1's A; the normalisation is GRPO's.
+    """GRPO's advantage (A of PaW eq. 1) of each episode in its group: returns [N], group_ids [N] -> [N].
+    Raises ValueError for a group of one.
     >>> group_advantages(torch.tensor([10., 0, 0, 0]), torch.zeros(4, dtype=torch.long))
     tensor([ 1.5000, -0.5000, -0.5000, -0.5000])
     """
@@ -228,17 +209,14 @@ def discounted_returns(rewards, gamma):
 
 def gigpo_advantages(returns, group_ids, step_returns, episode_ids, anchor_ids, omega=1.0):
     """GiGPO's advantage of each step: the episode's, plus omega times the step's among equal states of its group.
-
-    Args: returns [E] and group_ids [E] of the episodes; step_returns [N] discounted, episode_ids [N] (rows of `returns`),
-    anchor_ids [N] (equal = same group and same observation text).  Returns [N].  Source: Feng et al. 2025 (2505.10978).
+    Args: returns, group_ids [E] of the episodes; step_returns [N], discounted; episode_ids [N], rows of `returns`;
+    anchor_ids [N], equal for the same group and observation text.  Returns [N].  Source: Feng et al. 2025 (2505.10978).
     """
     return group_advantages(returns, group_ids)[episode_ids] + omega * group_normalize(step_returns, anchor_ids)
 
 def policy_loss(logp, old_logp, advantage, action_mask, clip_low, clip_high):
-    """PPO's clipped surrogate, mean over all response tokens of the batch.
-
-    Args: logp, old_logp [B, S]; advantage [B]; action_mask [B, S].  Returns a scalar, 0 for an empty mask.  Source: PaW
-    eq. 1 with the clip that GRPO and GiGPO use.
+    """PPO's clipped surrogate, mean over all response tokens of the batch.  Source: PaW eq. 1 with GRPO's clip.
+    Args: logp, old_logp [B, S]; advantage [B]; action_mask [B, S].  Returns a scalar, 0 for an empty mask.
     """
     ratio = torch.where(action_mask.bool(), logp - old_logp, 0.0).exp()
     a = advantage[:, None]
@@ -251,10 +229,8 @@ def k3_kl(logp, ref_logp):
     return d.exp() - d - 1
 
 def transition_weights(selected, group_ids, lambdas):
-    """Weight of each transition's world-model loss, so that their weighted sum is eq. 9 and 11's second term.
-
-    Args: selected bool [N]; group_ids [N] in 0..len(lambdas)-1; lambdas [number of groups].
-    Returns [N]: lambda_g / (|S_alpha of g| * number of groups) where selected, else 0.  Source: PaW eq. 9, 11.
+    """Weight of each transition's world-model loss: lambda_g / (|S_alpha of g| * number of groups) if selected, else 0.
+    The weighted sum is the second term of eq. 11.  Args: selected bool [N]; group_ids [N]; lambdas [groups].  Returns [N].
     """
     counts = torch.zeros_like(lambdas).index_add_(0, group_ids, selected.to(lambdas.dtype))  # [groups]
     return selected * (lambdas / counts.clamp(min=1) / len(lambdas))[group_ids]
@@ -265,14 +241,11 @@ PAPER_PROMPT = """You are an expert agent operating in the ALFRED embodied envir
 Your admissible actions of the current situation are: [{actions}].
 Now it is your turn to act. First reason step by step about the current situation inside <think> </think> tags. Then choose \
 one admissible action and give it inside <action> </action> tags."""
-PAPER_HISTORY = """You have already taken {taken} step(s). The most recent {kept} observations and the actions you took:
-{pairs}
-"""
+PAPER_HISTORY = "You have taken {taken} step(s). The last {kept} observations and the actions you took then:\n{pairs}\n"
 COMPACT_PROMPT = "Task: {goal}\nStep: {step}{history}\nObs: {obs}\nActions:{actions}\nAnswer:\n"
 
 def build_prompt(style, goal, obs, admissible, history, history_len):
     """The text the policy reads at one step: task, steps taken, recent history, observation, admissible actions.
-
     Args: style "paper" (PaW's slots in their order) or "compact" (the same slots for the tiny LM); history: (observation,
     action) pairs from the episode's start, of which the last history_len are shown.  Source: PaW, Prompt.
     """
@@ -286,10 +259,7 @@ def build_prompt(style, goal, obs, admissible, history, history_len):
     return PAPER_PROMPT.format(goal=goal, history=past, step=taken + 1, obs=obs, actions=actions)
 
 def encode_prompt(policy, cfg, goal, obs, admissible, history):
-    """Token ids of a prompt: through the chat template where the tokenizer has one, as plain text where it has none.
-
-    A prompt over max_prompt_len loses its oldest history first; if even that is not enough, its own first tokens.
-    """
+    """Token ids of a prompt, in the chat template where there is one; over max_prompt_len, the oldest history goes first."""
     for kept in range(min(cfg.history_len, len(history)), -1, -1):
         text = build_prompt(cfg.prompt_style, goal, obs, admissible, history, kept)
         if policy.tokenizer.chat_template:
@@ -301,6 +271,7 @@ def encode_prompt(policy, cfg, goal, obs, admissible, history):
     return ids[-cfg.max_prompt_len:]
 
 
+INVALID_ACTION = "(invalid action)"  # what environment and history get for an invalid response: nothing happens
 RESPONSE = re.compile(r"\s*<think>((?:(?!</?think>|</?action>).)*)</think>\s*<action>([^<>]*)</action>", re.I | re.S)
 
 def format_response(action):
@@ -309,7 +280,6 @@ def format_response(action):
 
 def parse_response(text, admissible):
     """The admissible action that a response names, or None (an invalid action).
-
     Valid = one <think>...</think>, then one <action>...</action> whose content is admissible; tags and action are
     case-insensitive, spaces at the action's ends do not count, text after </action> is ignored.  Source: PaW, Prompt.
     >>> parse_response("<think>x</think><action> LOOK </action>", ["look"])
@@ -324,11 +294,11 @@ def parse_response(text, admissible):
 # ---- The language model -------------------------------------------------------------------------------------------------
 @dataclass
 class Policy:
-    """A causal LM with its tokenizer."""
+    """A causal LM with its tokenizer; `version` counts optimiser steps and is stored with every transition."""
     model: nn.Module
     tokenizer: object
     device: torch.device
-    version: int = 0  # optimiser steps taken; stored with every transition
+    version: int = 0
 
     def autocast(self):
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
@@ -369,7 +339,6 @@ def make_policy(model, tokenizer, cfg):
 
 class LoRALinear(nn.Module):
     """y = W x + (alpha / rank) B A x with W frozen; A random, B zero, alpha = 2 rank (Hu et al. 2021, arXiv 2106.09685)."""
-
     def __init__(self, base, rank):
         super().__init__()
         self.base, self.scaling = base.requires_grad_(False), 2.0
@@ -393,7 +362,7 @@ def trainable(model):
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 def save_model(policy, folder, cfg):
-    """Write weights and tokenizer in Hugging Face's format; with LoRA, the adapters in PEFT's."""
+    """Write weights (with LoRA: the adapters, in PEFT's format) and tokenizer to a folder."""
     policy.tokenizer.save_pretrained(folder)
     if not cfg.lora_rank:
         return policy.model.save_pretrained(folder)
@@ -427,10 +396,7 @@ def positions_of(mask):
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 def next_log_probs(logits, temperature, allowed):
-    """fp32 log-probabilities [B, V] of the sampling distribution, the same for rollout and training.
-
-    Args: logits [B, V]; temperature (0 = greedy decoding: 1 is used here); allowed: token ids allowed in each row, or None.
-    """
+    """fp32 log-probabilities [B, V] of what is sampled from; `allowed`: the token ids allowed in each row, or None for all."""
     logits = logits.float() / (temperature or 1.0)
     if allowed is not None:
         pairs = torch.tensor([(b, i) for b, ids in enumerate(allowed) for i in ids], device=logits.device)
@@ -441,15 +407,12 @@ def next_log_probs(logits, temperature, allowed):
 
 @torch.no_grad()
 def generate(policy, prompts, max_len, temperature, generator, admissible=None):
-    """Sample one response per prompt, all rows together, with a KV cache.
-
-    Args: prompts list of B token lists; max_len response tokens; temperature >= 0 (0 = the first maximum); generator on the
-    policy's device; admissible: None, or B lists of actions to constrain the responses to.  Returns B Responses.
-    A row stops at EOS or where its text completes `</action>`.
+    """Sample a Response per prompt (token list), all rows together; a row stops at EOS or at the end of `</action>`.
+    temperature 0 takes the first maximum; `admissible` (a list of actions per row) constrains the responses to those.
     """
     ids, mask = (pad(rows, torch.long, policy.device, "left") for rows in (prompts, [[1] * len(p) for p in prompts]))
-    encode = lambda actions: policy.tokenizer([format_response(a) for a in actions], add_special_tokens=False)["input_ids"]
-    tries = admissible and [encode(actions) for actions in admissible]
+    tries = admissible and [policy.tokenizer([format_response(a) for a in actions], add_special_tokens=False)["input_ids"]
+                            for actions in admissible]
     head, cache, step_ids = policy.model.get_output_embeddings(), None, ids
     done = torch.zeros(len(prompts), dtype=torch.bool, device=policy.device)
     tokens, logps, entropies, lengths, allowed_ids = [], [], [], torch.full_like(done, max_len, dtype=torch.long), []
@@ -476,8 +439,8 @@ def generate(policy, prompts, max_len, temperature, generator, admissible=None):
             break
         step_ids, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     columns = [torch.stack(x, 1).tolist() for x in (tokens, logps, entropies)]
-    return [Response(*(c[b][:n] for c in columns), tries and [step[b] for step in allowed_ids[:n]], not d)
-            for b, (n, d) in enumerate(zip(lengths.tolist(), done.tolist()))]
+    return [Response(*(c[b][:n] for c in columns), tries and [step[b] for step in allowed_ids[:n]], not ended)
+            for b, (n, ended) in enumerate(zip(lengths.tolist(), done.tolist()))]
 
 # ---- Rollout ------------------------------------------------------------------------------------------------------------
 @dataclass
@@ -504,10 +467,7 @@ class Episode:
     steps: list = field(default_factory=list)  # (observation, response text, reward, next observation)
 
 def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, seconds):
-    """Play every task (an index) group_size times, all episodes in step; returns (transitions, episodes).
-
-    `seconds`: a dict to which the time spent in "env" and "generate" is added.
-    """
+    """Play every task (an index) group_size times; returns (transitions, episodes) and adds to seconds["env"], ["generate"]."""
     clock = time.perf_counter()
     live = list(range(len(tasks) * group_size))
     current = dict(zip(live, pool.reset(live, [tasks[i // group_size] for i in live])))  # row -> (obs, info)
@@ -523,7 +483,7 @@ def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, second
         seconds["generate"] += (clock := time.perf_counter()) - now
         texts = [policy.tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
         actions = [parse_response(t, a) for t, a in zip(texts, admissible)]
-        shown = [a or invalid_action_text(t) for a, t in zip(actions, texts)]
+        shown = [a or INVALID_ACTION for a in actions]
         results = pool.step(live, shown)
         for k, (i, (next_obs, reward, terminated, truncated, info)) in enumerate(zip(list(live), results)):
             obs, reward = current[i][0], scale * reward + (0.0 if actions[k] else cfg.reward_invalid)
@@ -539,11 +499,6 @@ def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, second
                 live.remove(i)
     seconds["env"] += time.perf_counter() - clock
     return transitions, episodes
-
-def invalid_action_text(response_text):
-    """What the environment and the history get for an invalid response: never an admissible action, so nothing happens."""
-    match = re.search(r"<action>(.*?)</action>", response_text, re.I | re.S)
-    return f"(invalid) {match.group(1).strip()[:60] if match else 'no action'}"
 
 # ---- Update -------------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
@@ -569,9 +524,8 @@ def make_batch(transitions, with_obs, device, temperature=1.0):
                  [t.response.allowed for t in transitions] if transitions[0].response.allowed else None)
 
 def response_logps(model, batch):
-    """Log-probabilities of response and observation tokens from one forward pass; the LM head sees scored positions only.
-
-    Returns action_logp [B, S] at the batch's temperature (and constraint) and obs_logp [B, O] at temperature 1; 0 where masked.
+    """Log-probabilities of response [B, S] and observation [B, O] tokens from one forward pass, 0 where masked.
+    The response's are at the batch's temperature and constraint.  The LM head is applied at scored positions only.
     """
     hidden = model.base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False,
                               position_ids=positions_of(batch.attention_mask)).last_hidden_state  # [B, T, D]
@@ -583,11 +537,7 @@ def response_logps(model, batch):
     return action, obs
 
 def scored_logp(head, hidden, ids, first, mask, temperature, allowed):
-    """fp32 log-probabilities of the tokens after positions first, first + 1, ... of each row, where mask == 1.
-
-    Args: hidden [B, T, D]; ids [B, T]; first [B]; mask [B, S]; allowed: list of allowed ids for each 1 of mask, or None.
-    Returns [B, S], 0 where mask == 0.
-    """
+    """fp32 log-probabilities [B, S] of the tokens after positions first [B], first + 1, ...; 0 where mask [B, S] is 0."""
     rows, offsets = mask.nonzero(as_tuple=True)
     positions = first[rows] + offsets
     log_probs = next_log_probs(head(hidden[rows, positions]), temperature, allowed)  # [scored tokens, V]
@@ -596,38 +546,32 @@ def scored_logp(head, hidden, ids, first, mask, temperature, allowed):
 
 def compute_advantages(transitions, episodes, cfg):
     """Advantage of every transition [N] by --algo."""
-    returns = torch.tensor([e.ret for e in episodes])
-    groups = torch.tensor([e.group for e in episodes])
+    returns, groups = torch.tensor([e.ret for e in episodes]), torch.tensor([e.group for e in episodes])
     episode_ids = torch.tensor([t.episode for t in transitions])
     if cfg.algo == "grpo":
         return group_advantages(returns, groups)[episode_ids]
-    steps, anchors, step_returns = defaultdict(list), {}, torch.zeros(len(transitions))
-    for n, t in enumerate(transitions):
-        steps[t.episode].append(n)
-    for rows in steps.values():
-        step_returns[rows] = discounted_returns(torch.tensor([transitions[n].reward for n in rows]), cfg.gigpo_gamma)
+    rewards, anchors, step_returns = torch.tensor([t.reward for t in transitions]), {}, torch.zeros(len(transitions))
+    for episode in range(len(episodes)):
+        steps = episode_ids == episode  # in the order of play
+        step_returns[steps] = discounted_returns(rewards[steps], cfg.gigpo_gamma)
     anchor_ids = torch.tensor([anchors.setdefault((t.group, t.state), len(anchors)) for t in transitions])
     return gigpo_advantages(returns, groups, step_returns, episode_ids, anchor_ids, cfg.gigpo_omega)
 
 def world_model_weights(transitions, episodes, cfg):
     """PaW's share of an update: (weight of each transition's world-model loss [N], lambda of each group)."""
-    group_ids = torch.tensor([t.group for t in transitions])
-    episode_groups, returns = torch.tensor([e.group for e in episodes]), torch.tensor([e.ret for e in episodes])
-    lambdas = torch.stack([world_model_weight(returns[episode_groups == g], cfg.reward_success) if cfg.adaptive_lambda
-                           else torch.tensor(1.0) for g in range(int(episode_groups.max()) + 1)])
+    returns = [torch.tensor([e.ret for e in episodes if e.group == g]) for g in range(episodes[-1].group + 1)]
+    lambdas = torch.stack([world_model_weight(r, cfg.reward_success) if cfg.adaptive_lambda else torch.tensor(1.0) for r in returns])
     if cfg.wm == "none":
         return torch.zeros(len(transitions)), lambdas
-    if cfg.entropy == "full":
-        entropy = torch.tensor([float(np.mean(t.response.entropies)) for t in transitions])
-    else:
-        logps = [torch.tensor([t.response.logps]) for t in transitions]
-        entropy = torch.cat([action_entropy(logp, torch.ones_like(logp)) for logp in logps])
+    logps = [torch.tensor([t.response.logps]) for t in transitions]
+    entropy = (torch.cat([action_entropy(logp, torch.ones_like(logp)) for logp in logps]) if cfg.entropy == "sampled"
+               else torch.tensor([float(np.mean(t.response.entropies)) for t in transitions]))
+    group_ids = torch.tensor([t.group for t in transitions])
     return transition_weights(select_transitions(entropy, cfg.alpha), group_ids, lambdas), lambdas
 
 def micro_batches(rows, transitions, with_obs, token_budget):
     """Cut rows, longest first, into lists whose padded size stays within the token budget (or that hold a single row)."""
-    length = {n: sum(map(len, (t.prompt_ids, t.response.ids, t.obs_ids if with_obs[n] else []))) for n in rows
-              for t in [transitions[n]]}
+    length = {n: len(t.prompt_ids) + len(t.response.ids) + with_obs[n] * len(t.obs_ids) for n in rows for t in [transitions[n]]}
     batches, rows = [], sorted(rows, key=lambda n: (-length[n], n))
     while rows:
         size = max(1, token_budget // length[rows[0]])
@@ -636,7 +580,6 @@ def micro_batches(rows, transitions, with_obs, token_budget):
 
 class Reference:
     """The frozen start of the policy for the KL term: its trainable weights, swapped in for a forward pass."""
-
     def __init__(self, model):
         self.start = {n: p.detach().clone() for n, p in trainable(model).items()}
 
@@ -656,11 +599,9 @@ class Reference:
             self.swap(policy.model)
 
 def loss_of(policy, batch, ref_logp, advantage, wm_weight, shares, cfg):
-    """Loss of one micro-batch as its share of the mini-batch's (eq. 11 and the KL term), and what is logged of it.
-
-    Args: advantage [B]; wm_weight [B] of transition_weights; shares: (response tokens per optimiser step, optimiser steps per
-    epoch), thanks to which the gradient does not depend on how a mini-batch is cut up, and each token (eq. 1) and transition
-    (eq. 9) has the weight that the whole update gives it.  Returns (scalar, sums [9], log-ratio [B, S]).
+    """Loss of a micro-batch (eq. 11 plus the KL term), sums for the log [9], log-ratio [B, S].
+    shares = (response tokens per optimiser step, optimiser steps per epoch): with these denominators the gradient does not
+    depend on how a mini-batch is cut up; each token (eq. 1) and transition (eq. 9) weighs what the whole update gives it.
     """
     tokens_per_step, num_steps = shares
     with policy.autocast():
@@ -679,10 +620,7 @@ def loss_of(policy, batch, ref_logp, advantage, wm_weight, shares, cfg):
                               batch.attention_mask.sum()]), log_ratio
 
 def update_policy(policy, reference, optimizer, transitions, episodes, cfg, generator):
-    """One update of the paper's algorithm on a rollout; returns its metrics.
-
-    Raises FloatingPointError, before the weights change, with the transitions of a non-finite loss.
-    """
+    """One update of the paper's algorithm on a rollout; returns its metrics."""
     advantages = compute_advantages(transitions, episodes, cfg)
     wm_weights, lambdas = world_model_weights(transitions, episodes, cfg)
     with_obs = (wm_weights > 0).tolist()
@@ -709,7 +647,7 @@ def update_policy(policy, reference, optimizer, transitions, episodes, cfg, gene
     return update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_norms)
 
 def optimizer_step(policy, optimizer, rows, log_ratios, cfg):
-    """Clip the gradient and step; a non-finite gradient raises with its transitions instead.  Returns the gradient's norm."""
+    """Clip the gradient and step; a non-finite gradient raises FloatingPointError with its transitions.  Returns the norm."""
     norm = nn.utils.clip_grad_norm_(trainable(policy.model).values(), cfg.max_grad_norm)
     if not bool(torch.isfinite(norm)):
         bad = [n for n, ok in zip(rows, torch.isfinite(log_ratios).tolist()) if not ok] or rows
@@ -722,19 +660,16 @@ def optimizer_step(policy, optimizer, rows, log_ratios, cfg):
 def update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_norms):
     """The figures of one update as plain numbers; loss terms are token-weighted means over all its micro-batches."""
     tokens, pg, clipped, kl, wm, wm_rows, confident, obs_tokens, all_tokens = sums.tolist()
-    mean = lambda xs: float(np.mean(list(xs))) if len(transitions) else 0.0
-    returns = defaultdict(set)
-    for e in episodes:
-        returns[e.group].add(e.ret)
+    mean = lambda xs: float(np.mean(list(xs)))
+    returns = [{e.ret for e in episodes if e.group == g} for g in range(len(lambdas))]
     return {
         "reward": mean(e.ret for e in episodes), "success": mean(e.won for e in episodes),
         "valid_action_rate": mean(t.valid for t in transitions), "episode_len": mean(len(e.steps) for e in episodes),
         "pg_loss": pg / max(tokens, 1), "clip_frac": clipped / max(tokens, 1), "kl": kl / max(tokens, 1),
-        "entropy": mean(h for t in transitions for h in t.response.entropies),
-        "wm_loss": wm / max(wm_rows, 1), "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": int(wm_rows),
-        "lambda": float(lambdas.mean()), "frac_zero_std": mean(len(r) == 1 for r in returns.values()),
-        "truncated_frac": mean(t.response.truncated for t in transitions), "train_tokens": int(all_tokens),
-        "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0,
+        "entropy": mean(h for t in transitions for h in t.response.entropies), "wm_loss": wm / max(wm_rows, 1),
+        "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": int(wm_rows), "lambda": float(lambdas.mean()),
+        "frac_zero_std": mean(len(r) == 1 for r in returns), "truncated_frac": mean(t.response.truncated for t in transitions),
+        "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0, "train_tokens": int(all_tokens),
         "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions)}
 
 # ---- Evaluation ---------------------------------------------------------------------------------------------------------
@@ -747,8 +682,8 @@ def evaluate(policy, pool, cfg):
         for e in rollout(policy, pool, tasks, 1, cfg, cfg.eval_temperature, generator, defaultdict(float))[1]:
             solved, episodes = counts.get(e.task_type, (0, 0))
             counts[e.task_type] = [solved + e.won, episodes + 1]
-    counts["all"] = [sum(column) for column in zip(*counts.values())] or [0, 0]
-    return {t: counts[t] for t in [*TASK_NAMES, *sorted(counts.keys() - TASK_NAMES - {"all"}), "all"] if t in counts}
+    counts = dict(sorted(counts.items(), key=lambda c: (list(TASK_NAMES) + [c[0]]).index(c[0])))
+    return counts | {"all": [sum(column) for column in zip(*counts.values())] or [0, 0]}
 
 def success_table(rows):
     """The paper's table 1 as text: rows {label: what evaluate returned} -> success in %."""
@@ -760,8 +695,7 @@ def success_table(rows):
     return "\n".join(lines)
 
 # ---- Checkpoints and files ----------------------------------------------------------------------------------------------
-# What may differ between a checkpoint and the flags of `--resume`; everything else is refused.
-RESUMABLE = {"updates", "device", "run_dir", "env_workers", "token_budget", "eval_every", "sample_every", "save_every"}
+RESUMABLE = {"updates", "device", "run_dir", "env_workers", "eval_every", "sample_every", "save_every"}  # may change at --resume
 
 def atomic_write(path, write):
     """Call write(temporary path), then rename it to path: a crash or a full disk leaves the old file whole."""
@@ -774,19 +708,17 @@ def atomic_write(path, write):
 
 def save_checkpoint(path, policy, reference, optimizer, generators, update, cfg, before):
     """All that an exact continuation needs: weights, frozen start, optimiser, random states, counters, config."""
-    state = {"config": dataclasses.asdict(cfg), "update": update, "version": policy.version,
-             "weights": trainable(policy.model), "reference": reference.start, "optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(),
-             "generators": {k: g.get_state() for k, g in generators.items()}, "before": before}
+    state = {"config": dataclasses.asdict(cfg), "update": update, "version": policy.version, "before": before,
+             "weights": trainable(policy.model), "reference": reference.start, "optimizer": optimizer.state_dict(),
+             "torch_rng": torch.get_rng_state(), "generators": {k: g.get_state() for k, g in generators.items()}}
     atomic_write(path, lambda temporary: torch.save(state, temporary))
 
 def load_checkpoint(path):
-    """Read a checkpoint (weights_only: nothing is unpickled but tensors and plain values).  Raises InputError."""
+    """Read a checkpoint (weights_only: nothing but tensors and plain values is unpickled).  Raises InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         Config(**state["config"]), state["weights"], state["optimizer"], state["update"]
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such checkpoint") from None
-    except Exception as error:  # torch.load fails in many ways on a damaged file; all mean the same to the user
+    except Exception as error:  # torch.load fails in many ways on a missing or damaged file; all mean the same to the user
         raise InputError(f"{path}: not a readable checkpoint of paw.py ({type(error).__name__}); name another one") from error
     return state
 
@@ -813,7 +745,6 @@ def open_run_dir(cfg, resume):
 
 class Log:
     """What a run prints and writes: header, progress bar, a line and a JSON object per update, transcripts, the table."""
-
     def __init__(self, run_dir, cfg, policy, start):
         self.run_dir, self.cfg, self.start_time = run_dir, cfg, time.perf_counter()
         total, trained = (sum(p.numel() for p in ps) for ps in (policy.model.parameters(), trainable(policy.model).values()))
@@ -831,9 +762,8 @@ class Log:
         with open(self.run_dir / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         self.bar.set_postfix({k: f"{row[k]:.2f}" for k in ("success", "reward", "valid_action_rate")})
-        shown = ("reward", "success", "valid_action_rate", "episode_len", "pg_loss", "wm_loss", "lambda", "kl", "clip_frac",
-                 "entropy", "grad_norm")
-        tqdm.write(f"update {update}: " + "  ".join(f"{k} {row[k]:.3g}" for k in shown) + f"  {row['seconds']:.1f} s")
+        shown = "reward success valid_action_rate episode_len pg_loss wm_loss lambda kl clip_frac entropy grad_norm seconds"
+        tqdm.write(f"update {update}: " + "  ".join(f"{k} {row[k]:.3g}" for k in shown.split()))
         if update % self.cfg.sample_every == 0:
             (self.run_dir / "transcripts" / f"update_{update:05d}.txt").write_text(transcript(episodes[0]))
 
@@ -864,16 +794,6 @@ def draw_tasks(update, cfg, num_tasks):
     order = torch.randperm(num_tasks, generator=torch.Generator().manual_seed(cfg.seed)).tolist()
     return [order[k % num_tasks] for k in range(update * cfg.groups, (update + 1) * cfg.groups)]
 
-def stop_on_ctrl_c():
-    """A list that gets an item at Ctrl-C: the run then ends after the update in progress.  A second Ctrl-C ends it at once."""
-    asked = []
-    def ask(*_):
-        asked.append(True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        tqdm.write("Ctrl-C: finishing this update, then saving (again: stop now and lose it)", file=sys.stderr)
-    signal.signal(signal.SIGINT, ask)
-    return asked
-
 def restore(state, policy, reference, optimizer, generators):
     """Put a checkpoint back; returns (next update, the evaluation before training)."""
     load_weights(policy, state["weights"], "--resume")
@@ -898,7 +818,8 @@ def train(cfg, state=None):
         run_dir = open_run_dir(cfg, resume=state is not None)
         log = Log(run_dir, cfg, policy, start)
         before = before or evaluate(policy, eval_pool, cfg)
-        interrupted = stop_on_ctrl_c()
+        interrupted = []  # Ctrl-C ends the run after the update in progress; a second Ctrl-C ends it at once
+        signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
         for update in log.bar:
             seconds = defaultdict(float)
             tasks = draw_tasks(update, cfg, pool.num_tasks)
@@ -916,14 +837,6 @@ def train(cfg, state=None):
                 raise KeyboardInterrupt
         save_model(policy, run_dir / "model", cfg)
         log.finish(before, evaluate(policy, eval_pool, cfg))
-
-def evaluate_checkpoint(cfg, state, path):
-    """`--eval CKPT`: print the success per task type of a checkpoint, on --eval_split, with fixed seeds."""
-    policy = load_policy(cfg)
-    load_weights(policy, state["weights"], path)
-    with EnvPool(cfg.env, cfg.groups * cfg.group_size, cfg.env_workers, **cfg.env_options(cfg.eval_split)) as pool:
-        print(f"{path} after {state['update']} updates, {cfg.eval_split}, temperature {cfg.eval_temperature}:")
-        print(success_table({"success": evaluate(policy, pool, cfg)}))
 
 def parse_arguments(argv):
     """(explicit settings, mode arguments): a flag per Config field, and the flags that choose what to do."""
@@ -959,7 +872,10 @@ def main(argv=None):
     cfg = Config(**state["config"] | {"run_dir": str(path.parent)} | explicit)  # a checkpoint's settings, and the flags given
     cfg.validate()
     if "eval" in modes:
-        return evaluate_checkpoint(cfg, state, path)
+        load_weights(policy := load_policy(cfg), state["weights"], path)
+        with EnvPool(cfg.env, cfg.groups * cfg.group_size, cfg.env_workers, **cfg.env_options(cfg.eval_split)) as pool:
+            print(f"{path} after {state['update']} updates, {cfg.eval_split}, temperature {cfg.eval_temperature}:")
+            return print(success_table({"success": evaluate(policy, pool, cfg)}))
     for name, value in explicit.items():
         if name not in RESUMABLE and value != state["config"][name]:
             raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")

@@ -21,18 +21,19 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from envs import make_env
-from paw import TINY_FOLDER, build_prompt, format_response, generate, make_policy, parse_response, save_model
+from paw import (INVALID_ACTION, TINY_FOLDER, build_prompt, format_response, generate, make_policy, parse_response,
+                 save_model)
 
 MAX_NUMBER = {"cabinet": 30, "drawer": 30, "shelf": 20}  # entities of a type that get a token of their own; others: 8
 ENTITY = re.compile(r"\b([a-z]+) (\d+)\b")
-FORMAT_PIECES = ["<think></think><action>", "\n</action>", "Task: ", "\nStep: ", "\nObs: ", "\nAct:", "\nActions:", "\nAnswer:\n"]
+FORMAT_PIECES = ["<think></think><action>", "\n</action>", INVALID_ACTION, "Task: ", "\nStep: ", "\nObs: ", "\nAct:", "\nActions:", "\nAnswer:\n"]
 
 
 def collect(split, num_games, noise, max_steps):
     """Expert transitions in the first `num_games` small houses of a split: list of dicts goal, obs, admissible, history, action, next_obs.
 
-    With probability `noise` a random admissible action is played instead of the expert's, which is still the label: the
-    model thus sees how to go on from mistakes.
+    With probability `noise` another action is played than the expert's (one time in four an invalid one): the model thus
+    sees how to go on from mistakes.
     """
     env, rng, transitions = make_env("alfworld", houses="small", split=split, max_steps=max_steps), random.Random(0), []
     for task in tqdm(range(num_games), desc="expert games"):
@@ -43,6 +44,7 @@ def collect(split, num_games, noise, max_steps):
             if action is None:
                 break
             played = rng.choice(info["admissible_actions"]) if rng.random() < noise else action
+            played = INVALID_ACTION if played != action and rng.random() < 0.25 else played
             next_obs, _, terminated, truncated, next_info = env.step(played)
             if played == action:
                 transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"],
@@ -114,7 +116,7 @@ def encode(tokenizer, transitions):
     return [(p, e, o, [response[a] for a in t["admissible"]]) for p, e, o, t in zip(prompts, experts, nexts, transitions)]
 
 
-def make_batch(examples, practice, tables, rng, prompt_weight):
+def make_batch(examples, practice, tables, natural_share, rng, prompt_weight):
     """Rows and per-token loss weights [B, T]: expert rows [prompt, response, next observation], practice rows copy the list."""
     rows, weights = [], []
     for (prompt, expert, next_obs, copies), is_practice in zip(examples, practice):
@@ -124,14 +126,19 @@ def make_batch(examples, practice, tables, rng, prompt_weight):
         else:
             row = prompt + expert + next_obs
             weight = [prompt_weight] * len(prompt) + [1.0] * len(expert) + [prompt_weight] * len(next_obs)
-        rows.append(rng.choice(tables[is_practice])[torch.tensor(row)])
+        natural = not is_practice and rng.random() < natural_share
+        rows.append(torch.tensor(row) if natural else rng.choice(tables[is_practice])[torch.tensor(row)])
         weights.append(torch.tensor(weight))
     return (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
             torch.nn.utils.rnn.pad_sequence(weights, batch_first=True))
 
 
 def train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, on_progress):
-    """AdamW on the weighted next-token loss; practice falls from 3/4 to 1/4 of the rows. `on_progress(step)` every 500."""
+    """AdamW on the weighted next-token loss; calls on_progress(step) every 500 steps.
+
+    Over the stage, copy practice falls from 75 to 15 % of the rows, and the expert rows go from swapped numbers to their own:
+    first copying has to be worth learning, then the numbers that houses really use.
+    """
     rng = random.Random(1)
     tables = {across: [relabelling(tokenizer, types, rng, across) for _ in range(2000)] for across in (False, True)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -139,8 +146,8 @@ def train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, o
     bar = tqdm(range(steps), desc="supervised stage")
     for step in bar:
         examples = sorted(rng.sample(data, batch_size), key=lambda e: len(e[0]))
-        share = 0.75 - 0.5 * step / steps
-        ids, weights = make_batch(examples, [rng.random() < share for _ in examples], tables, rng, prompt_weight)
+        practice = [rng.random() < 0.75 - 0.6 * step / steps for _ in examples]
+        ids, weights = make_batch(examples, practice, tables, step / steps, rng, prompt_weight)
         logits = model(input_ids=ids[:, :-1]).logits  # right padding: causal attention never sees it
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
@@ -165,10 +172,10 @@ def valid_share(policy, cfg, transitions):
     return valid, sum(a == t["action"] for a, t in zip(actions, transitions)) / len(actions)
 
 
-def main(cfg, width=128, layers=4, heads=4, batch_size=32, lr=2e-3, prompt_weight=0.1, noise=0.25):
+def main(cfg, steps=3000, games=2400, width=128, layers=2, heads=4, batch_size=32, lr=3e-3, prompt_weight=0.1, noise=0.3):
     """Collect expert games, build the tokenizer, train, save to tiny_lm/ (atomically by folder: only at the end)."""
     torch.manual_seed(cfg.seed)
-    transitions = collect("train", cfg.warm_start_games, noise, cfg.max_steps)
+    transitions = collect("train", games, noise, cfg.max_steps)
     held_out = collect("valid_unseen", 60, noise, cfg.max_steps)
     types = sorted({m.group(1) for t in transitions + held_out for text in [t["obs"], *t["admissible"]]
                     for m in ENTITY.finditer(text)})
@@ -181,6 +188,6 @@ def main(cfg, width=128, layers=4, heads=4, batch_size=32, lr=2e-3, prompt_weigh
         valid, expert = valid_share(policy, cfg, held_out)
         tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the expert's {expert:.3f}")
 
-    train(model, tokenizer, types, data, cfg.warm_start_steps, batch_size, lr, prompt_weight, report)
+    train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, report)
     save_model(policy, TINY_FOLDER, cfg)
     print(f"wrote {TINY_FOLDER}; see how it plays: python paw.py --env alfworld --updates 0")
