@@ -27,6 +27,7 @@ import traceback
 import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
+from unittest import mock
 
 import gymnasium
 
@@ -95,7 +96,7 @@ class EnvPool:
         workers: 0 keeps them in this process; N shares them among N spawned processes, which never see CUDA.
         timeout: seconds that a worker may spend on one reset or step.
 
-    A worker that dies, hangs or raises makes reset and step raise a RuntimeError that names its task; the pool is closed.
+    A worker that dies, hangs or raises makes reset and step raise a RuntimeError that names its task; the pool closes.
     """
 
     def __init__(self, name: str, num_envs: int, workers: int = 0, timeout: float = 300.0, **options):
@@ -123,7 +124,7 @@ class EnvPool:
         return self._run("reset", indices, tasks)
 
     def step(self, indices, actions) -> list:
-        """Environment indices[k] takes actions[k]; a list of (obs, reward, terminated, truncated, info) in that order."""
+        """Environment indices[k] takes actions[k]; a list of (obs, reward, terminated, truncated, info) in order."""
         return self._run("step", indices, actions)
 
     def _run(self, method: str, indices, arguments) -> list:
@@ -141,7 +142,8 @@ class EnvPool:
         results = [None] * len(calls)
         for w, share in enumerate(shares):
             for k, index, argument in share:
-                results[k] = self._receive(w, f"{method}({argument!r}) of environment {index}, task {self.tasks[index]}")
+                doing = f"{method}({argument!r}) of environment {index}, task {self.tasks[index]}"
+                results[k] = self._receive(w, doing)
         return results
 
     def _receive(self, w: int, doing: str):
@@ -166,7 +168,7 @@ class EnvPool:
     def close(self):
         """End the workers, close the environments."""
         for process, pipe in self.workers:
-            process.terminate()
+            process.kill()  # a stopped process would not hear terminate()
             process.join()
             pipe.close()
         for env in self.envs:
@@ -203,23 +205,19 @@ def serve_envs(pipe, name: str, num_envs: int, options: dict):
 
 
 # ---- ALFWorld ----
-# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own.  Here are:
+# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own; here are
 # houses that need no download, faster versions of a few functions of the engine, and the environment around it.
-
 # `import alfworld` creates the folder $ALFWORLD_DATA and sets the variable; the planner's modules parse sys.argv.
-USERS_DATA, USERS_ARGV = os.environ.get("ALFWORLD_DATA", ""), sys.argv
-os.environ["ALFWORLD_DATA"], sys.argv = tempfile.gettempdir(), ["translate.py", "domain", "task"]
-import fast_downward
-import textworld.envs.pddl.logic as pddl_logic
-import textworld.envs.pddl.textgen as textgen
-from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
-from alfworld.agents.expert import HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent, handcoded_expert
-from alfworld.gen import constants, goal_library
-from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
-from textworld.envs.pddl import PddlEnv
-from textworld.logic import Rule
-
-os.environ["ALFWORLD_DATA"], sys.argv = USERS_DATA, USERS_ARGV
+with mock.patch.dict(os.environ, ALFWORLD_DATA=tempfile.gettempdir()), mock.patch.object(sys, "argv", ["", "", ""]):
+    import fast_downward
+    import textworld.envs.pddl.logic as pddl_logic
+    import textworld.envs.pddl.textgen as textgen
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
+    from alfworld.agents.expert import HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent, handcoded_expert
+    from alfworld.gen import constants, goal_library
+    from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
+    from textworld.envs.pddl import PddlEnv
+    from textworld.logic import Rule
 
 ROOMS, LAMPS = ("Bathroom", "Bedroom", "Kitchen", "LivingRoom"), ("DeskLamp", "FloorLamp")
 LAMP_STANDS = ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTable")
@@ -233,7 +231,9 @@ TASK_NEEDS = {  # task type -> (rooms, one of these receptacles must be there, w
 }
 ALFWORLD_TASKS = tuple(TASK_NEEDS)
 SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
-HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 4)}  # receptacles, objects, most of a type
+HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 5)}  # receptacles, objects, most of a type
+OBJECT_FACTS = {**constants.VAL_ACTION_OBJECTS, "isReceptacleObject": constants.MOVABLE_RECEPTACLES,
+                "pickupable": constants.OBJECTS_SET - set(LAMPS)}
 PACKAGE = Path(constants.__file__).parents[1]
 # What holds what.  Movable receptacles (a plate) are mere objects here, as in the official games.
 FITS = {recep: {obj for obj in objs if not obj.endswith("Sliced")}
@@ -242,8 +242,7 @@ FITS = {recep: {obj for obj in objs if not obj.endswith("Sliced")}
 
 def thing_type(thing_id: str) -> str:
     """Type of an id as floor plans write it: "Mug|+01.2|..." -> "Mug", "Sink|+01.2|...|SinkBasin" -> "SinkBasin"."""
-    parts = thing_id.split("|")
-    return parts[-1] if parts[-1].endswith("Basin") else parts[0]
+    return thing_id.split("|")[-1 if thing_id.endswith("Basin") else 0]
 
 
 def new_id(rng, kind: str) -> str:
@@ -255,8 +254,8 @@ def new_id(rng, kind: str) -> str:
 @functools.cache
 def floor_plan(scene: int):
     """(ids of the receptacles whose position is known, all types of things that the plan names), from the package."""
-    stem = f"gen/layouts/FloorPlan{scene}"
-    ids, types = (json.loads((PACKAGE / f"{stem}-{part}.json").read_text()) for part in ("openable", "objects"))
+    files = [PACKAGE / f"gen/layouts/FloorPlan{scene}-{part}.json" for part in ("openable", "objects")]
+    ids, types = (json.loads(file.read_text()) for file in files)
     return [i for i in sorted(ids) if thing_type(i) in FITS], sorted(set(types))
 
 
@@ -273,23 +272,23 @@ def choose_receptacles(rng, scene: int, wants: tuple, count: int) -> list:
 
 
 def place_objects(rng, size: str, task_type: str, types: list, receptacles: list):
-    """Draw the task's object and place it and others so that the goal does not hold.
+    """Draw the task and place things so that its goal does not hold; None if the task fits none of the types.
 
-    Returns (object type, goal receptacle type or "", lamp type, dict object id -> receptacle id); None if nothing fits.
-    """
+    Returns (object type, goal receptacle type or "", lamp type, dict object id -> receptacle id)."""
     _, wants, ability = TASK_NEEDS[task_type]
     spots = {kind: [recep for recep in receptacles if kind in FITS[thing_type(recep)]] for kind in types}
-    options = []  # per object type: its goals, each with the receptacles where the object may start
+    goals = {}  # object type -> possible choices of (goal receptacle type, receptacles where the object may start)
     for obj in types:
-        homes = sorted({thing_type(recep) for recep in spots[obj]})
-        goals = [""] if task_type == "look_at_obj_in_light" else [home for home in homes if home not in wants]
-        choices = [(obj, goal, [r for r in spots[obj] if thing_type(r) != goal]) for goal in goals]
+        homes = sorted({thing_type(recep) for recep in spots[obj]} - set(wants))
+        homes = [""] if task_type == "look_at_obj_in_light" else homes
+        choices = [(goal, [r for r in spots[obj] if thing_type(r) != goal]) for goal in homes]
         if not ability or obj in constants.VAL_ACTION_OBJECTS[ability]:
-            options.append([choice for choice in choices if choice[2]])
-    options = [choices for choices in options if choices]
-    if not options:
+            goals[obj] = [(goal, starts) for goal, starts in choices if starts]
+    candidates = [obj for obj in goals if goals[obj]]
+    if not candidates:
         return None
-    obj, goal, spots[obj] = rng.choice(rng.choice(options))
+    obj = rng.choice(candidates)
+    goal, spots[obj] = rng.choice(goals[obj])
     others = [kind for kind in types if kind != obj and spots[kind]] * HOUSE_SIZES[size][2]
     kinds = [obj] * (2 if task_type == "pick_two_obj_and_place" else rng.choice((1, 1, 2)))
     lamp = rng.choice([kind for kind in types if kind in LAMPS] or LAMPS[:1])
@@ -308,20 +307,17 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
     otypes = sorted({thing_type(obj) for obj in places} | {"Knife", "ButterKnife"})  # the domain names these too
     things = {"agent": ["agent1"], "location": ["loc|start", *location.values()], "receptacle": receptacles,
               "object": places, "rtype": [f"{r}Type" for r in rtypes], "otype": [f"{o}Type" for o in otypes]}
-    facts = ["(atLocation agent1 loc|start)"]
-    facts += [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
+    facts = [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
     for recep, spot in location.items():
         facts += [f"(receptacleType {recep} {thing_type(recep)}Type)", f"(receptacleAtLocation {recep} {spot})"]
         facts += [f"(openable {recep})"] * (thing_type(recep) in constants.OPENABLE_CLASS_LIST)
     for obj, recep in places.items():
         facts += [f"(inReceptacle {obj} {recep})", f"(objectAtLocation {obj} {location[recep]})"]
         facts += [f"(objectType {obj} {thing_type(obj)}Type)"]
-        kinds_by_fact = {**constants.VAL_ACTION_OBJECTS, "isReceptacleObject": constants.MOVABLE_RECEPTACLES}
-        facts += [f"({fact} {obj})" for fact, kinds in kinds_by_fact.items() if thing_type(obj) in kinds]
-        facts += [f"(pickupable {obj})"] * (thing_type(obj) not in LAMPS)
+        facts += [f"({fact} {obj})" for fact, kinds in OBJECT_FACTS.items() if thing_type(obj) in kinds]
     text = "\n".join(["(define (problem house)", "(:domain alfred)", "(:objects"]
                      + [f"{thing} # {kind}" for kind, names in things.items() for thing in names]
-                     + [")", "(:init", *facts, ")" + goal])
+                     + [")", "(:init", "(atLocation agent1 loc|start)", *facts, ")" + goal])
     for char, escape in (("-", "_minus_"), ("#", "-"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_")):
         text = text.replace(char, escape)
     return text
@@ -331,9 +327,8 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
 def make_house(size: str, split: str, index: int, attempt: int):
     """Game number `index` of a split, a function of the arguments alone; None if this draw has no room for the task.
 
-    Returns (folder relative to the split, game, traj_data, core): game and traj_data as the official files hold them,
-    not proven yet; core is the PDDL problem without the things that do not matter.
-    """
+    Returns (folder relative to the split, game and traj_data as the official files hold them but not proven yet, the
+    PDDL problem without the things that do not matter)."""
     rng = random.Random(f"{size} {split} {index} {attempt}")  # a str as seed does not depend on PYTHONHASHSEED
     task_type = ALFWORLD_TASKS[index % len(ALFWORLD_TASKS)]
     rooms, wants, _ = TASK_NEEDS[task_type]
@@ -355,8 +350,8 @@ def make_house(size: str, split: str, index: int, attempt: int):
             "grammar": grammar.replace("UNKNOWN GOAL", sentence)}
     trial = f"trial_{index:05d}_{hashlib.sha256(json.dumps(game).encode()).hexdigest()[:8]}"
     traj_data = {"task_id": trial, "task_type": task_type, "pddl_params": {
-        "object_target": obj, "parent_target": recep, "toggle_target": toggle, "mrecep_target": "", "object_sliced": False},
-        "scene": {"floor_plan": f"FloorPlan{scene}", "scene_num": scene},
+        "object_target": obj, "parent_target": recep, "toggle_target": toggle, "mrecep_target": "",
+        "object_sliced": False}, "scene": {"floor_plan": f"FloorPlan{scene}", "scene_num": scene},
         "turk_annotations": {"anns": [{"task_desc": sentence, "high_descs": []}]}}
     return f"{task_type}-{obj}-None-{recep or toggle}-{scene}/{trial}", game, traj_data, core
 
@@ -369,7 +364,7 @@ def cache_folder() -> Path:
 def write_file(path: Path, data: bytes):
     """Write under a temporary name, then rename: other processes see the whole file or none.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     part.write_bytes(data)
     os.replace(part, path)
 
@@ -381,21 +376,22 @@ STOCK_INIT_STATE, STOCK_REPLAN = pddl_logic.PddlState.__init__, pddl_logic.PddlS
 parse_text = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
 parse_grammar = functools.lru_cache(maxsize=16)(pddl_logic._parse_and_convert)
 parse_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
+game_memo = functools.lru_cache(maxsize=64)(lambda domain, problem: {"commands": {}})  # shared by all who play the game
 
 
 def translate(domain: str, problem: str, optimize: bool) -> bytes:
     """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 300 in a full."""
     digest = hashlib.sha256(f"{optimize}\n{domain}\n{problem}".encode()).hexdigest()
     path = cache_folder() / "translated" / digest[:2] / f"{digest}.sas.gz"
+    with contextlib.suppress(OSError, EOFError, zlib.error):  # it is not there yet, or damaged
+        if sas := gzip.decompress(path.read_bytes()):
+            return sas
+    collecting = gc.isenabled()
     try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error):  # it is not there yet, or damaged
-        argv, stdout, collecting = sys.argv, sys.stdout, gc.isenabled()  # the translator takes over the first two ...
-    gc.disable()  # ... and has no use for the third, which takes a quarter of the time
-    try:
-        sas = STOCK_PDDL2SAS(domain, problem, optimize=optimize)[1].encode()
+        gc.disable()  # garbage collection takes a quarter of the time
+        with mock.patch.object(sys, "argv"), mock.patch.object(sys, "stdout"):  # the translator puts its own there
+            sas = STOCK_PDDL2SAS(domain, problem, optimize=optimize)[1].encode()
     finally:
-        sys.argv, sys.stdout = argv, stdout
         if collecting:
             gc.enable()
     with contextlib.suppress(OSError):  # a folder that we may not write to costs time and nothing else
@@ -411,18 +407,12 @@ def pddl2sas(domain: str, problem: str, verbose=False, optimize=False):
     return parsing_functions.parse_task(*parsed), translate(domain, problem, optimize=False).decode()
 
 
-@functools.lru_cache(maxsize=64)
-def game_memo(domain: str, problem: str) -> dict:
-    """What all environments that play a game share: "start" (attributes of its first PddlState) and "commands"."""
-    return {"start": None, "commands": {}}
-
-
 def init_state(self, downward_lib, pddl_problem, logic):
     """PddlState.__init__, which works out the facts of a game once and copies them for each later state."""
     memo = game_memo(logic.domain, pddl_problem)
-    if memo["start"] is None:
+    if "start" not in memo:
         STOCK_INIT_STATE(self, downward_lib, pddl_problem, logic)
-        memo["start"] = {**vars(self), "memo": memo, "sas": self.sas.encode(), "planner_ready": False}
+        memo["start"] = {**vars(self), "memo": memo, "sas": self.sas.encode()}
     else:
         downward_lib.load_sas(memo["start"]["sas"])
     logic.types = memo["start"]["_logic"].types
@@ -433,10 +423,8 @@ def init_state(self, downward_lib, pddl_problem, logic):
 
 
 def replan(self, infos):
-    """PddlState.replan, which hands the planner its own translation when it is first needed."""
-    if not self.planner_ready:
-        self.downward_lib.load_sas_replan(translate(self._logic.domain, self.pddl_problem, optimize=True))
-        self.planner_ready = True
+    """PddlState.replan, which hands the planner its own translation now that it is needed."""
+    self.downward_lib.load_sas_replan(translate(self._logic.domain, self.pddl_problem, optimize=True))
     return STOCK_REPLAN(self, infos)
 
 
@@ -475,11 +463,11 @@ def init_logic(self, domain, grammar):
 
 
 def patch_engine():
-    """Replace the functions named here, in this process.  Raises RuntimeError for versions that it was not made for."""
+    """Replace the functions named here, in this process.  Raises InputError for versions that it was not made for."""
     for package, version in (("alfworld", "0.4.2"), ("textworld", "1.7.0")):
         found = importlib.metadata.version(package)
         if found != version:
-            raise RuntimeError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
+            raise InputError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
     fast_downward.pddl2sas = pddl2sas
     pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan = init_state, replan
     pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
@@ -487,36 +475,12 @@ def patch_engine():
     Rule.parse_conjunctive_query = parse_query
 
 
-class HandcodedExpert:
-    """The package's hand-coded agent, which does not know where things are, with two faults mended.
-
-    It awaits "put X in/on Y" where the engine says "move X to Y", and it draws from the global random generator.
-    """
-
-    def __init__(self, game_file: str, feedback: str, seed: str):
-        self.agent, self.rng, self.action = HandCodedTWAgent(max_steps=200), random.Random(seed), "look"
-        self.agent.reset(game_file)
-        self.agent.observe(feedback)
-
-    def observe(self, state: dict, command: str):
-        """Follow one step; afterwards `action` is the next action, None once the agent has given up."""
-        stock_random, handcoded_expert.random = handcoded_expert.random, self.rng
-        try:
-            action = self.agent.act(state, 0, state["won"], re.sub("^move ", "put ", command))
-            self.action = action if action in state["admissible_commands"] else "look"
-        except (HandCodedAgentFailed, HandCodedAgentTimeout):
-            self.action = None
-        finally:
-            handcoded_expert.random = stock_random
-
-
 @functools.lru_cache(maxsize=16)
 def official_games(root: Path, task_types: tuple) -> list:
     """Folders of the downloaded games below `root`, sorted; those that the package leaves out are left out here too."""
-    folders = sorted((file.parent for file in root.rglob("game.tw-pddl")), key=lambda folder: folder.parts)
-    games = [folder for folder in folders if folder.parent.name.split("-")[0] in task_types
-             and "movable" not in str(folder) and "Sliced" not in str(folder)
-             and json.loads((folder / "game.tw-pddl").read_text()).get("solvable")]
+    files = sorted(root.rglob("game.tw-pddl"), key=lambda file: file.parts)
+    games = [file.parent for file in files if file.parts[-3].split("-")[0] in task_types
+             and "Sliced" not in file.parts[-3] and json.loads(file.read_text()).get("solvable")]
     if not games:
         raise InputError(f"no games of the types {', '.join(task_types)} in {root}: run alfworld-download, or let "
                          "ALFWORLD_DATA name the folder that holds json_2.1.1")
@@ -527,10 +491,9 @@ class AlfworldEnv(TextEnv):
     """Household tasks in text (arXiv 2010.03768), in the packages' own engine.  Reward 1 on success, else 0.
 
     Args:
-        houses: "small" (6-8 receptacles) or "full" (25-30, like the official ones), made when first asked for; or
-            "official": those of $ALFWORLD_DATA.
+        houses: "small" (6-8 receptacles), "full" (25-30, as in the official games) or "official" ($ALFWORLD_DATA).
         split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
-        task_types: names out of ALFWORLD_TASKS; None for all six.  In made houses task i has type i modulo these.
+        task_types: names out of ALFWORLD_TASKS; None for all six.  In generated houses task i has type i modulo these.
         num_games: how many tasks; None for SPLITS[split], or for all the official games.
         expert: who answers `expert_action`: "planner" (knows everything, shortest plan) or "handcoded" (explores).
     """
@@ -546,7 +509,7 @@ class AlfworldEnv(TextEnv):
             raise InputError(f"num_games is {num_games}, it must be at least 1")
         patch_engine()
         self.houses, self.split, self.task_types, self.expert = houses, split, task_types, expert
-        self.max_steps, self.num_tasks, self._games, self._loaded = max_steps, num_games or SPLITS[split], None, None
+        self.max_steps, self.num_tasks, self._games = max_steps, num_games or SPLITS[split], None
         if houses == "official":
             data = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
             self._games = official_games(data / "json_2.1.1" / split, task_types)[:num_games]
@@ -585,7 +548,7 @@ class AlfworldEnv(TextEnv):
                     game = {**game, "solvable": True, "walkthrough": plan}
                     write_file(folder / "game.tw-pddl", json.dumps(game).encode())
                 except OSError as error:
-                    raise InputError(f"cannot write {folder} ({error.strerror}): let TEXT_ENVS_CACHE name another folder")
+                    raise InputError(f"cannot write {folder} ({error.strerror}): set TEXT_ENVS_CACHE to another folder")
                 return folder
         raise RuntimeError(f"no solvable {self.houses} house in 100 attempts: split {self.split}, game {index}")
 
@@ -595,14 +558,16 @@ class AlfworldEnv(TextEnv):
         if not 0 <= task < self.num_tasks:
             raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
         folder = self._folder(task)
-        if self._loaded != folder:
-            self.engine.load(str(folder / "game.tw-pddl"))
-        self.state, self._loaded, self._task_id = self.engine.reset(), folder, "/".join(folder.parts[-2:])
+        self.engine.load(str(folder / "game.tw-pddl"))
+        self.state, self._task_id = self.engine.reset(), "/".join(folder.parts[-2:])
         _, obs, goal = self.state["feedback"].split("\n\n")
         self._goal = goal.removeprefix("Your task is to: ")
         self._plan = None if self._games else self.engine.walkthrough  # the official ones are the hand-coded expert's
         if self.expert == "handcoded":
-            self._agent = HandcodedExpert(str(folder / "game.tw-pddl"), self.state["feedback"], f"{seed} {task}")
+            self._agent, self._agent_rng = HandCodedTWAgent(max_steps=200), random.Random(f"{seed} {task}")
+            self._agent.reset(str(folder / "game.tw-pddl"))
+            self._agent.observe(self.state["feedback"])
+            self._plan = ["look"]  # as the package's AlfredExpert begins
         return obs, self._info(valid_action=True)
 
     def _step(self, action):
@@ -610,24 +575,30 @@ class AlfworldEnv(TextEnv):
         valid = command in self.state["admissible_commands"]
         self.state, reward, done = self.engine.step(command)
         self._plan = self._plan[1:] if self._plan and self._plan[0] == command else None
-        if self.expert == "handcoded" and not done:
-            self._agent.observe(self.state, command)
+        if self.expert == "handcoded":
+            self._follow(command)
         return self.state["feedback"], reward, done, self._info(valid)
 
+    def _follow(self, command: str):
+        """Let the package's agent see a step, with two faults mended: it knows "put X in/on Y", where the engine says
+        "move X to Y", and it draws from the global random generator."""
+        try:
+            with mock.patch.object(handcoded_expert, "random", self._agent_rng):
+                action = self._agent.act(self.state, 0, self.state["won"], re.sub("^move ", "put ", command))
+            self._plan = [action if action in self.state["admissible_commands"] else "look"]
+        except (HandCodedAgentFailed, HandCodedAgentTimeout):
+            self._plan = []
+
     def _info(self, valid_action: bool) -> dict:
-        won = bool(self.state["won"])
-        return {"goal": self._goal, "admissible_actions": list(self.state["admissible_commands"]), "won": won,
-                "task_id": self._task_id, "task_type": self._task_id.split("-")[0], "valid_action": valid_action,
-                "score": float(won)}
+        return {"goal": self._goal, "admissible_actions": list(self.state["admissible_commands"]),
+                "task_id": self._task_id, "task_type": self._task_id.split("-")[0], "won": bool(self.state["won"]),
+                "valid_action": valid_action, "score": float(self.state["won"])}
 
     def expert_action(self):
-        """The expert's action in the current state, before the end; None once it has given up.
-
-        The planner knows the way from the start; off it, it plans again: quick in small houses, seconds in full ones.
-        """
-        if self.expert == "handcoded":
-            return self._agent.action
-        self._plan = self._plan or self.engine._pddl_state.replan(self.engine._entity_infos)
+        """The expert's action in the current state, before the end; None once it has given up.  The planner knows the
+        way from the start; off it, it plans again: quick in small houses, seconds or more in full ones."""
+        if not self._plan and self.expert == "planner":
+            self._plan = self.engine._pddl_state.replan(self.engine._entity_infos)
         return self._plan[0] if self._plan else None
 
 

@@ -55,6 +55,7 @@ def plot(run_dirs, out):
         for label, rows in runs:
             axis.plot([r["update"] for r in rows], [r[name] for r in rows], label=label)
         axis.set(title=name, xlabel="update")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=7)
     figure.savefig(out, dpi=110)

@@ -29,27 +29,30 @@ ENTITY = re.compile(r"\b([a-z]+) (\d+)\b")
 FORMAT_PIECES = ["<think></think><action>", "\n</action>", INVALID_ACTION, "Task: ", "\nStep: ", "\nObs: ", "\nAct:", "\nActions:", "\nAnswer:\n"]
 
 
-def collect(split, num_games, noise, max_steps):
-    """Expert transitions in the first `num_games` small houses of a split: list of dicts goal, obs, admissible, history, action, next_obs.
+def collect(split, num_games, noise=0.2, hesitation=0.25, max_steps=40):
+    """Transitions of a demonstrator in the first `num_games` small houses of a split: a list of dicts with goal, obs,
+    admissible, history, step, action, next_obs.
 
-    With probability `noise` another action is played than the expert's (one time in four an invalid one): the model thus
-    sees how to go on from mistakes.
+    The demonstrator is the package's hand-coded expert, which looks for things as an agent must: a planner that knows where
+    everything is teaches to expect the target wherever one goes, and to take it when it is not there.  With probability
+    `hesitation` it examines what is in front of it instead, a wasted step: RL shall have something to do.  With probability
+    `noise` any action is played (one time in four an invalid one), which is not learnt, but how to go on from it is.
     """
-    env, rng, transitions = make_env("alfworld", houses="small", split=split, max_steps=max_steps), random.Random(0), []
+    env, rng, transitions = make_env("alfworld", houses="small", split=split, max_steps=max_steps, expert="handcoded"), random.Random(0), []
     for task in tqdm(range(num_games), desc="expert games"):
         obs, info = env.reset(options={"task": task})
         history, over = [], False
-        while not over:
-            action = env.expert_action()
-            if action is None:
-                break
-            played = rng.choice(info["admissible_actions"]) if rng.random() < noise else action
-            played = INVALID_ACTION if played != action and rng.random() < 0.25 else played
+        while not over and (action := env.expert_action()):
+            if rng.random() < hesitation:
+                action = next((a for a in info["admissible_actions"] if a.startswith("examine")), "look")
+            played = action
+            if rng.random() < noise:
+                played = INVALID_ACTION if rng.random() < 0.25 else rng.choice(info["admissible_actions"])
             next_obs, _, terminated, truncated, next_info = env.step(played)
             if played == action:
-                transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"],
-                                        history=history[-2:], step=len(history), action=action, next_obs=next_obs))
-            history = history + [(obs, played)]
+                transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"], history=history[-2:],
+                                        step=len(history), action=action, next_obs=next_obs))
+            history.append((obs, played))
             obs, info, over = next_obs, next_info, terminated or truncated
     env.close()
     return transitions
@@ -133,7 +136,7 @@ def make_batch(examples, practice, tables, natural_share, rng, prompt_weight):
             torch.nn.utils.rnn.pad_sequence(weights, batch_first=True))
 
 
-def train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, on_progress):
+def train(model, tokenizer, types, data, steps, on_progress, batch_size=32, lr=3e-3, prompt_weight=0.1):
     """AdamW on the weighted next-token loss; calls on_progress(step) every 500 steps.
 
     Over the stage, copy practice falls from 75 to 15 % of the rows, and the expert rows go from swapped numbers to their own:
@@ -172,22 +175,18 @@ def valid_share(policy, cfg, transitions):
     return valid, sum(a == t["action"] for a, t in zip(actions, transitions)) / len(actions)
 
 
-def main(cfg, steps=3000, games=2400, width=128, layers=2, heads=4, batch_size=32, lr=3e-3, prompt_weight=0.1, noise=0.3):
-    """Collect expert games, build the tokenizer, train, save to tiny_lm/ (atomically by folder: only at the end)."""
+def main(cfg, games=2400, steps=2000, width=128, layers=2, heads=4):
+    """Collect demonstrations, build the tokenizer, train, and write tiny_lm/."""
     torch.manual_seed(cfg.seed)
-    transitions = collect("train", games, noise, cfg.max_steps)
-    held_out = collect("valid_unseen", 60, noise, cfg.max_steps)
-    types = sorted({m.group(1) for t in transitions + held_out for text in [t["obs"], *t["admissible"]]
-                    for m in ENTITY.finditer(text)})
+    transitions, held_out = collect("train", games), collect("valid_unseen", 60)[::2]
+    types = sorted({m.group(1) for t in transitions + held_out for text in [t["obs"], *t["admissible"]] for m in ENTITY.finditer(text)})
     tokenizer = build_tokenizer([prompt_of(t) + "\n" + t["next_obs"] for t in transitions[::10]], types)
-    model = build_model(len(tokenizer), width, layers, heads)
-    policy = make_policy(model, tokenizer, cfg)
-    data = encode(tokenizer, transitions)
+    policy = make_policy(build_model(len(tokenizer), width, layers, heads), tokenizer, cfg)
 
     def report(step):
         valid, expert = valid_share(policy, cfg, held_out)
-        tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the expert's {expert:.3f}")
+        tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the demonstrator's {expert:.3f}")
 
-    train(model, tokenizer, types, data, steps, batch_size, lr, prompt_weight, report)
+    train(policy.model, tokenizer, types, encode(tokenizer, transitions), steps, report)
     save_model(policy, TINY_FOLDER, cfg)
     print(f"wrote {TINY_FOLDER}; see how it plays: python paw.py --env alfworld --updates 0")
