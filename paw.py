@@ -670,7 +670,8 @@ def update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_n
         "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": int(wm_rows), "lambda": float(lambdas.mean()),
         "frac_zero_std": mean(len(r) == 1 for r in returns), "truncated_frac": mean(t.response.truncated for t in transitions),
         "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0, "train_tokens": int(all_tokens),
-        "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions)}
+        "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions),
+        "version": transitions[0].version}
 
 # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 def evaluate(policy, pool, cfg):

@@ -181,7 +181,7 @@ def valid_share(policy, cfg, transitions):
     return valid, sum(a == t["action"] for a, t in zip(actions, transitions)) / len(actions)
 
 
-def main(cfg, games=2400, steps=3000, hesitant_steps=500, hesitation=0.4, width=128, layers=2, heads=4):
+def main(cfg, games=2400, steps=3000, hesitant_steps=500, hesitation=0.45, width=128, layers=2, heads=4):
     """Collect expert games, build the tokenizer, train in two stages, and write tiny_lm/."""
     torch.manual_seed(cfg.seed)
     transitions, held_out = collect("train", games, 0.3, 20), collect("valid_unseen", 60, 0.3, 20)
