@@ -413,6 +413,17 @@ def test_metrics_that_do_not_come_from_the_loss():
     assert 0 < metrics["wm_clipped_frac"] == pytest.approx(sum(p > .05 for p in probabilities) / len(probabilities), abs=1e-6)
 
 
+def test_case54_several_epochs_are_means_too_and_count_each_transition_once():
+    results = []
+    for epochs in (1, 3):
+        cfg = settings(epochs=epochs)
+        policy = tiny.policy(cfg)
+        gradients, metrics = update(policy, *sampled_update(policy, cfg, RETURNS), cfg)
+        assert len(gradients) == epochs and metrics["wm_selected"] == 9  # ceil(0.75 * 12)
+        results.append({k: metrics[k] for k in ("pg_loss", "wm_loss", "entropy", "grad_norm", "wm_clipped_frac")})
+    assert results[0] == pytest.approx(results[1], abs=1e-6)  # the recorder takes no step
+
+
 @pytest.mark.parametrize("changed", [{}, {"wm": "none"}, {"wm": "ce", "kl_coef": 0.0}, {"algo": "gigpo"}])
 def test_the_token_budget_does_not_change_the_gradient(changed):
     results = []

@@ -399,11 +399,6 @@ def test_case1_positions_do_not_count_padding():
     assert paw.positions_of(mask)[1, :3].tolist() == [0, 1, 2] and paw.positions_of(mask)[2].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_case6_left_padding_masks_by_length_even_where_pad_is_a_real_token():
-    ids, mask = paw.left_pad([[9, 5, 9], [9]], 9, "cpu")
-    assert ids.tolist() == [[9, 5, 9], [9, 9, 9]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
 def test_allowed_tokens_walk_the_trie():
     sequences = [[5, 6, 7], [5, 6, 8, 9], [4, 2]]
     assert paw.allowed_tokens(sequences, []) == [4, 5] and paw.allowed_tokens(sequences, [5, 6]) == [7, 8]
