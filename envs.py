@@ -15,6 +15,7 @@ import gc
 import gzip
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -108,7 +109,10 @@ class EnvPool:
                 here, there = context.Pipe()
                 shares = range(w, num_envs, workers)
                 process = context.Process(target=serve_envs, args=(there, name, len(shares), options), daemon=True)
-                process.start()
+                # Without these two names a worker does not import the main script, which may bring torch along.
+                main = sys.modules["__main__"]
+                with mock.patch.object(main, "__spec__", None), mock.patch.object(main, "__file__", None, create=True):
+                    process.start()
                 there.close()  # so that a dead worker reads as the end of the pipe
                 self.workers.append((process, here))
             sizes = [self._receive(w, "start") for w in range(len(self.workers))]
@@ -468,11 +472,11 @@ def patch_engine():
         found = importlib.metadata.version(package)
         if found != version:
             raise InputError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
-    fast_downward.pddl2sas = pddl2sas
+    fast_downward.pddl2sas, Rule.parse_conjunctive_query = pddl2sas, parse_query
     pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan = init_state, replan
     pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
     textgen.deepcopy, textgen._parse_and_convert = light_copy, lambda *args, **kw: light_copy(parse_text(*args, **kw))
-    Rule.parse_conjunctive_query = parse_query
+    pddl_logic.PddlState.facts = property(lambda self: list(itertools.chain.from_iterable(self._facts.values())))
 
 
 @functools.lru_cache(maxsize=16)

@@ -496,6 +496,20 @@ def test_dead_or_hung_worker_is_an_error_that_names_the_task(end, message):
     pool.close()
 
 
+def test_workers_do_not_import_the_main_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+print(__name__, flush=True)
+from envs import EnvPool
+if __name__ == "__main__":
+    with EnvPool("alfworld", 2, workers=2) as pool:
+        print(len(pool.reset([0, 1], [0, 0])), __file__.endswith("script.py"))
+""")
+    done = subprocess.run([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+                          capture_output=True)
+    assert done.stdout == "__main__\n2 True\n", done.stderr
+
+
 def test_errors_in_a_worker_reach_the_caller():
     with pytest.raises(InputError, match="choose from"):
         EnvPool("alfworld", 2, workers=1, houses="tiny")
