@@ -313,6 +313,9 @@ def load_policy(cfg):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        if kwargs:  # GGUF: the weights are ordinary ones by now, and shall be saved as such
+            model.hf_quantizer, model.is_quantized = None, False
+            model.config.__dict__.pop("quantization_config", None)
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"--model {cfg.model}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
     return make_policy(model, tokenizer, cfg)
