@@ -133,6 +133,8 @@ class EnvPool:
 
     def _run(self, method: str, indices, arguments) -> list:
         calls = list(zip(indices, arguments, strict=True))
+        if not self.workers and not self.envs:
+            raise RuntimeError("this EnvPool is closed")
         if not self.workers:
             return [call_env(self.envs[index], method, argument) for index, argument in calls]
         shares = [[] for _ in self.workers]
@@ -161,6 +163,7 @@ class EnvPool:
                 if ok:
                     return answer
                 if isinstance(answer, InputError):
+                    self.close()
                     raise answer
                 problem = f"failed: {answer}"
         except (EOFError, OSError):
