@@ -87,7 +87,7 @@ def test_response_logps_equal_a_naive_forward_of_every_row_alone(kind, temperatu
         assert (action[b, len(t.response.ids):] == 0).all() and (obs[b, len(t.obs_ids):] == 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2"])  # GPT-2 has absolute positions: a shift shows
 def test_case1_padding_on_either_side_changes_nothing(kind):
     model, t = tiny.lm(kind), transition([5, 6, 7], [8, 9], [10, 11, 12])
     alone = paw.make_batch([t], [True], "cpu")
@@ -220,8 +220,9 @@ def test_case54_entropies_are_those_of_the_sampling_distribution():
         assert torch.allclose(torch.tensor(r.entropies), torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5)
 
 
-def test_case1_a_response_does_not_depend_on_the_other_rows():
-    policy = tiny.policy()
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2"])
+def test_case1_a_response_does_not_depend_on_the_other_rows(kind):
+    policy = tiny.policy(kind=kind)
     alone = sample(policy, [[5, 6, 7]], temperature=0)[0]
     crowd = sample(policy, [[5, 6, 7], list(range(3, 30)), [9]], temperature=0)
     assert alone.ids == crowd[0].ids and alone.logps == pytest.approx(crowd[0].logps, abs=1e-5)
@@ -407,6 +408,7 @@ def test_metrics_that_do_not_come_from_the_loss():
     entropies = [h for t in transitions for h in t.response.entropies]
     assert metrics["entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-6)
     assert metrics["reward"] == pytest.approx((10 + 0 - .1 + 0 + 0 + 9.9) / 6) and metrics["success"] == 1 / 6
+    assert metrics["frac_zero_std"] == 0
     assert metrics["truncated_frac"] == sum(t.response.truncated for t in transitions) / 18 and metrics["episode_len"] == 3
     best = sorted(range(18), key=lambda n: (-naive_entropy(transitions[n], "sampled"), n))[:14]  # ceil(0.75 * 18)
     probabilities = [p.exp().item() for n in best for p in naive_logps(policy.model, transitions[n])[1]]

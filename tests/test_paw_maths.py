@@ -400,7 +400,7 @@ def test_case1_positions_do_not_count_padding():
 
 
 def test_allowed_tokens_walk_the_trie():
-    sequences = [[5, 6, 7], [5, 6, 8, 9], [4, 2]]
+    sequences = [[5, 6, 7], [5, 6, 8, 9], [4, 2, 3]]
     assert paw.allowed_tokens(sequences, []) == [4, 5] and paw.allowed_tokens(sequences, [5, 6]) == [7, 8]
     assert paw.allowed_tokens(sequences, [5, 6, 8]) == [9]
 

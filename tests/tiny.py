@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2ForCausalLM)
 
 import paw
 
@@ -24,12 +25,13 @@ def tokenizer(**special):
 
 
 def lm(kind="llama", seed=0, **settings):
-    """A two-layer Llama or Qwen2 of width 32 with weights large enough for its predictions to be far from uniform."""
+    """A two-layer Llama, Qwen2 or GPT-2 of width 32 with weights large enough for its predictions to be far from uniform."""
     torch.manual_seed(seed)
-    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+                     "gpt2": (GPT2Config, GPT2LMHeadModel)}[kind]
     settings = dict(vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=2, max_position_embeddings=512, initializer_range=.3, pad_token_id=PAD,
-                    eos_token_id=EOS, bos_token_id=None, tie_word_embeddings=kind == "qwen2") | settings
+                    eos_token_id=EOS, bos_token_id=None, tie_word_embeddings=kind != "llama") | settings
     return model(config(**settings)).eval()
 
 
