@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -131,6 +132,8 @@ class Config:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
                 raise InputError(f"--{f.name} {value}: must lie between {low} and {high}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise InputError(f"--device {self.device}: choose one of auto, cpu, cuda, cuda:N")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise InputError(f"--device {self.device}: this machine has no usable CUDA device; use --device cpu")
 
@@ -314,9 +317,9 @@ def load_policy(cfg):
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
         if kwargs:  # GGUF: the weights are ordinary ones by now, and shall be saved as such
-            model.hf_quantizer, model.is_quantized = None, False
+            model.hf_quantizer = None
             model.config.__dict__.pop("quantization_config", None)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise InputError(f"--model {cfg.model}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
     return make_policy(model, tokenizer, cfg)
 
@@ -647,7 +650,7 @@ def update_policy(policy, reference, optimizer, transitions, episodes, cfg, gene
                 continue
             grad_norms.append(optimizer_step(policy, optimizer, sum(batches, []), torch.cat(log_ratios), cfg))
             first_deviation = torch.cat(log_ratios).max().expm1() if first_deviation is None else first_deviation
-    return update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_norms)
+    return update_metrics(transitions, episodes, lambdas, sum(with_obs), sums, first_deviation, grad_norms)
 
 def optimizer_step(policy, optimizer, rows, log_ratios, cfg):
     """Clip the gradient and step; a non-finite gradient raises FloatingPointError with its transitions.  Returns the norm."""
@@ -660,7 +663,7 @@ def optimizer_step(policy, optimizer, rows, log_ratios, cfg):
     policy.version += 1
     return norm
 
-def update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_norms):
+def update_metrics(transitions, episodes, lambdas, num_selected, sums, first_deviation, grad_norms):
     """The figures of one update as plain numbers; loss terms are token-weighted means over all its micro-batches."""
     tokens, pg, clipped, kl, wm, wm_rows, confident, obs_tokens, all_tokens = sums.tolist()
     mean = lambda xs: float(np.mean(list(xs)))
@@ -670,7 +673,7 @@ def update_metrics(transitions, episodes, lambdas, sums, first_deviation, grad_n
         "valid_action_rate": mean(t.valid for t in transitions), "episode_len": mean(len(e.steps) for e in episodes),
         "pg_loss": pg / max(tokens, 1), "clip_frac": clipped / max(tokens, 1), "kl": kl / max(tokens, 1),
         "entropy": mean(h for t in transitions for h in t.response.entropies), "wm_loss": wm / max(wm_rows, 1),
-        "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": int(wm_rows), "lambda": float(lambdas.mean()),
+        "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": num_selected, "lambda": float(lambdas.mean()),
         "frac_zero_std": mean(len(r) == 1 for r in returns), "truncated_frac": mean(t.response.truncated for t in transitions),
         "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0, "train_tokens": int(all_tokens),
         "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions),
@@ -831,7 +834,7 @@ def train(cfg, state=None):
             clock = time.perf_counter()
             metrics = update_policy(policy, reference, optimizer, transitions, episodes, cfg, generators["mini_batches"])
             seconds["train"] = time.perf_counter() - clock
-            if cfg.eval_every and (update + 1) % cfg.eval_every == 0:
+            if cfg.eval_episodes and cfg.eval_every and (update + 1) % cfg.eval_every == 0:
                 solved, episodes_played = evaluate(policy, eval_pool, cfg)["all"]
                 metrics["eval_success"] = solved / episodes_played
             log.update(update, metrics, seconds, episodes)
