@@ -12,7 +12,11 @@ import contextlib
 import copy
 import io
 import itertools
+import json
 import math
+import os
+import re
+import warnings
 from collections import Counter, deque
 
 import gymnasium
@@ -124,7 +128,7 @@ class BabyAIEnv(TextEnv):
             # DEVIATION: minigrid may lock the only key in with the target (1 in 9); such a layout is replaced.
             if self._level != "GoToImpUnlock" or self.expert_action() is not None:
                 break
-        return self._text(), self._info(valid_action=True)
+        return self._observe(valid_action=True)
 
     def _step(self, action):
         moves = self._commands.get(" ".join(action.lower().split()))
@@ -138,12 +142,8 @@ class BabyAIEnv(TextEnv):
             self._won, reward = True, 1 - 0.9 * (self.num_steps + 1) / self.max_steps
         self._score += reward
         self._look()
-        return self._text(), reward, terminated, self._info(valid_action=moves is not None)
-
-    def _info(self, valid_action):
-        return {"goal": self._world.mission, "admissible_actions": list(self._commands), "task_id": self._task_id,
-                "task_type": self._level, "won": self._won, "valid_action": valid_action, "score": self._score,
-                "actions_cut": self._actions_cut}
+        obs, info = self._observe(valid_action=moves is not None)
+        return obs, reward, terminated, info
 
     def get_state(self):
         """The whole episode, step counter included, as a value that later steps leave alone."""
@@ -210,8 +210,8 @@ class BabyAIEnv(TextEnv):
         self._actions_cut = max(0, len(commands) - BABYAI_ACTION_CAP)
         self._commands = dict(list(commands.items())[:BABYAI_ACTION_CAP])
 
-    def _text(self):
-        """Goal, objects in sight, objects remembered, nearest walls ahead, left and right, what is carried."""
+    def _observe(self, valid_action):
+        """(observation, info): goal, objects in sight and remembered, walls ahead and beside, what is carried."""
         seen, remembered, walls = [], [], []
         for name, cell in self._objects.items():
             thing = self._known[cell]
@@ -226,10 +226,13 @@ class BabyAIEnv(TextEnv):
             if cell in self._known:
                 walls.append(steps_text(self._steps(cell)))
         carried = self._world.carrying
-        return (f"Goal: {self._world.mission}. You see {'; '.join(seen) or 'no objects'}."
-                + (f" You remember {'; '.join(remembered)}." if remembered else "")
-                + (f" Walls: {', '.join(walls)}." if walls else "")
-                + f" You carry {f'a {carried.color} {carried.type}' if carried else 'nothing'}.")
+        obs = (f"Goal: {self._world.mission}. You see {'; '.join(seen) or 'no objects'}."
+               + (f" You remember {'; '.join(remembered)}." if remembered else "")
+               + (f" Walls: {', '.join(walls)}." if walls else "")
+               + f" You carry {f'a {carried.color} {carried.type}' if carried else 'nothing'}.")
+        return obs, {"goal": self._world.mission, "task_id": self._task_id, "task_type": self._level, "won": self._won,
+                     "admissible_actions": list(self._commands), "actions_cut": self._actions_cut,
+                     "valid_action": valid_action, "score": self._score}
 
     def expert_action(self):
         """The next command of a scripted expert that knows the mission and the whole grid; None where it has no way."""
@@ -313,16 +316,207 @@ def can_toggle(thing, carried):
 
 
 def steps_text(steps):
-    """Steps ahead (real) and to the right (imaginary) in words.
-
-    >>> steps_text(3-2j), steps_text(-1+0j), steps_text(1j)
-    ('3 steps in front and 2 to the left', '1 step behind', '1 step to the right')
-    """
-    ahead, right = int(steps.real), int(steps.imag)
-    parts = [f"{abs(ahead)} {'in front' if ahead > 0 else 'behind'}"] if ahead else []
-    parts += [f"{abs(right)} to the {'right' if right > 0 else 'left'}"] if right else []
-    number, rest = " and ".join(parts).split(" ", 1)
-    return f"{number} step{'' if number == '1' else 's'} {rest}"
+    """Steps ahead (real) and to the right (imaginary) in words: 3-2j is "3 steps in front and 2 to the left"."""
+    ways = ((steps.real, "in front", "behind"), (steps.imag, "to the right", "to the left"))
+    first, *more = [f"{abs(number):.0f} {plus if number > 0 else minus}" for number, plus, minus in ways if number]
+    return " and ".join([first.replace(" ", " step " if first.startswith("1 ") else " steps ", 1), *more])
 
 
 ENVS["babyai"] = BabyAIEnv
+
+
+# ---- Jericho ----
+
+JERICHO_GAMES = {  # game -> (action cap, max steps) of PriorZero's appendix; "other" is ours, for any further game
+    "detective": (12, 100), "omniquest": (25, 100), "acorncourt": (45, 50), "zork1": (55, 500), "other": (50, 100)}
+NOT_OBJECTS = set(  # nouns to a game's parser, but ways to go and pronouns to us
+    "n s e w ne nw se sw u d in out up down north south east west northeast northwest southeast southwest "
+    "inside outside it them him her all me myself self one two three four five six seven eight nine ten".split())
+OUT_OF_GAME = re.compile(  # commands that end the game or write files; a parser may look at six letters of a word only
+    r"(^|[.,;]|\bthen\b)\W*(q\b|quit|restar|restor|save|undo|(un|no|tran)?script|record|replay)")
+STILL_DICE = (1, 0, 0)  # random state in which commands are tried out: what is valid must not hang on the next throw
+
+
+class JerichoEnv(TextEnv):
+    """Text adventures in Jericho's emulator.  The story files are not ours to ship.
+
+    Reward: the change of the game's score, an integer, maybe negative; game_score = score + the score at the start.
+    The episode terminates with the game, won or lost.  Any text may be sent, admissible or not, but for OUT_OF_GAME.
+    `info` adds game_score and actions_cut, the number of valid actions that the cap cut.
+
+    Args:
+        game: name of the story file, without its ending.
+        rom_dir: folder of the story files; None for the environment variable JERICHO_ROMS.
+        max_steps, action_cap: None for JERICHO_GAMES.
+        list_actions: end the observation with the valid actions (for a world model, which sees nothing else).
+        location, inventory: add the answers to "look" and "inventory" to the observation; they take no turn.
+        cache_file: valid actions once found are kept here as well; processes may share it.
+    """
+
+    _caches = {}  # (story, cache file) -> {world-state hash: valid actions}, common to the environments of a process
+
+    def __init__(self, game="detective", rom_dir=None, max_steps=None, action_cap=None, list_actions=False,
+                 location=False, inventory=False, cache_file=None):
+        import jericho
+
+        folder = rom_dir or os.environ.get("JERICHO_ROMS", ".")
+        stories = [story for version in range(1, 9) if os.path.exists(story := f"{folder}/{game}.z{version}")]
+        if not stories:
+            raise InputError(f"no story file {game}.z1 to .z8 in folder '{folder}': get it from Jericho's game suite "
+                             "(github.com/BYU-PCCL/z-machine-games), then --rom_dir FOLDER or JERICHO_ROMS=FOLDER")
+        with warnings.catch_warnings(action="ignore"):
+            self._frotz = jericho.FrotzEnv(stories[0])
+        if not self._frotz.is_fully_supported:
+            raise InputError(f"{stories[0]} is not a file that Jericho fully supports: take the one of its game suite")
+        cap, steps = JERICHO_GAMES.get(game, JERICHO_GAMES["other"])
+        self.game, self.max_steps, self.action_cap = game, max_steps or steps, action_cap or cap
+        self.list_actions, self.extras = list_actions, ["look"] * location + ["inventory"] * inventory
+        self.start_score = self._frotz.get_score()
+        self.max_return = float(self._frotz.get_max_score() - self.start_score)
+        self._cache_file, self._cache = cache_file, self._caches.setdefault((stories[0], cache_file), {})
+        if cache_file and os.path.exists(cache_file):
+            with open(cache_file) as lines:  # a line without an end is just being written by another process
+                self._cache.update(json.loads(line) for line in lines if line.endswith("\n"))
+        self._read_grammar()
+
+    def _read_grammar(self):
+        """What the game's parser knows: words for objects, templates of commands with 0, 1 and 2 of them."""
+        from jericho.util import verb_usage_count  # not jericho.util.verb_usage_count: that may be ctypes.util
+
+        words = self._frotz.get_dictionary()  # reads the file at every call
+        self._word_len = max(len(word.word) for word in words)  # the letters of a word that the parser looks at
+        self._object_words = {word.word for word in words if (word.is_noun or word.is_adj) and not word.is_dir}
+        self._object_words -= {word[:self._word_len] for word in NOT_OBJECTS}
+        templates = {*self._frotz.act_gen.templates, "drop all", "take OBJ", "take all from OBJ", "put all in OBJ"}
+        self._templates = [[text for text in sorted(templates, key=lambda text: (-verb_usage_count(text), text))
+                            if text.count("OBJ") == holes] for holes in (0, 1, 2)]
+        # A try takes 0.02 ms in Infocom's own early games (words of 6 letters), 0.2 to 0.4 ms in those of Inform.
+        self._max_tries, self._verb_count = 20_000 if self._word_len <= 6 else 3_000, verb_usage_count
+
+    def _reset(self, seed, options):
+        if options.get("task") not in (None, 0):
+            raise InputError(f"there is no task {options['task']}: a game is task 0")
+        # None is the seed of Jericho's walkthrough; so would 0 be, to Jericho: here 0 is a seed of its own.
+        self._frotz.seed(None if seed is None else seed % (2**31 - 1) or 2**31 - 1)
+        text, _ = self._frotz.reset()
+        self._score, self._won, self._walked = 0, False, 0 if seed is None else math.inf
+        return self._observe(text, terminated=False, valid_action=True)
+
+    def _step(self, action):
+        # Printable ASCII, one line, within Jericho's buffer of 198: a zero byte hangs the emulator for good.
+        command = " ".join(re.sub(r"[^ -~]", " ", action.lower()).split())[:190]
+        valid_action = command in self._actions
+        self._walked = self._walked + 1 if command == self.expert_action() else math.inf
+        text, reward, terminated = "That is not possible here.", 0, False
+        if not OUT_OF_GAME.search(command):
+            text, reward, terminated, _ = self._frotz.step(command)
+        self._score += reward
+        self._won = self._frotz.victory()
+        obs, info = self._observe(text, terminated, valid_action)
+        return obs, reward, terminated, info
+
+    def _observe(self, text, terminated, valid_action):
+        """(observation, info) after the game's answer `text`."""
+        self._actions, cut = ([], 0) if terminated else self._valid_actions()
+        if not terminated:
+            text = "\n".join([text, *(self._try(self._frotz.get_state(), command) for command in self.extras)])
+        lines = (" ".join(line.split()) for line in text.splitlines())
+        obs = "\n".join(line for line in lines if line and line[0] != ">")  # ">": a prompt, maybe with the status line
+        if self.list_actions:
+            obs += f"\nValid actions: {', '.join(self._actions)}"
+        return obs, {"goal": f"Score as many points as you can in {self.game}.", "task_id": self.game,
+                     "task_type": self.game, "admissible_actions": list(self._actions), "actions_cut": cut,
+                     "won": self._won, "valid_action": valid_action, "score": float(self._score),
+                     "game_score": self.start_score + self._score}
+
+    def expert_action(self):
+        """The next command of Jericho's walkthrough, as long as it is followed from a reset(seed=None); else None."""
+        walkthrough = self._frotz.get_walkthrough()
+        return walkthrough[self._walked].lower() if self._walked < len(walkthrough) else None
+
+    def get_state(self):
+        """The whole episode: emulator with its dice, score, step counter; later steps leave it alone."""
+        own = ("_actions", "_score", "_won", "_walked", "num_steps", "_ended")
+        return {name: vars(self)[name] for name in own}, self._frotz.get_state()
+
+    def set_state(self, state):
+        """Go back to a `get_state()` of an environment of the same game; the state can be used again."""
+        vars(self).update(state[0])
+        self._frotz.set_state(state[1])
+
+    def close(self):
+        """Free the emulator, whose destructor unloads it; the environment cannot be used afterwards."""
+        self._frotz, self._ended = None, True
+
+    def _try(self, state, command):
+        """The game's answer to a command in a state, to which the game then returns."""
+        self._frotz.set_state(state)
+        text = self._frotz.step(command)[0]
+        self._frotz.set_state(state)
+        return text
+
+    def _valid_actions(self):
+        """(valid actions in alphabetical order, how many the cap cut), from the cache or found by trying."""
+        key = self._frotz.get_world_state_hash()
+        if key not in self._cache:
+            state = self._frotz.get_state()
+            self._cache[key] = self._find_actions(state[:7] + (STILL_DICE,) + state[8:]) or ["wait"]
+            self._frotz.set_state(state)
+            if self._cache_file:
+                with open(self._cache_file, "a") as lines:
+                    lines.write(json.dumps([key, self._cache[key]]) + "\n")
+        found = self._cache[key]
+        return sorted(found[:self.action_cap]), max(0, len(found) - self.action_cap)
+
+    def _find_actions(self, state):
+        """Commands that change the world, one for each change, short and usual ones first (the cap cuts the end).
+
+        As Jericho's get_valid_actions but for the candidates: the game's own dictionary, not spaCy, says which words
+        are objects, and two objects are tried together only if the one to be used (the second after "with", else the
+        first) is carried or can be taken.
+        """
+        def rank(command):
+            return command.count(" "), " all" in command, -self._verb_count(command), command
+
+        names, carried = self._objects(state)
+        bare, single, double = self._templates
+        self._frotz.set_state(state)
+        tries = (bare + [text.replace("OBJ", name) for name in names for text in single])[:self._max_tries]
+        changes = self._frotz._filter_candidate_actions(tries, use_ctypes=True)  # {world difference: commands}
+        takeable = {name for name in names if any(f"take {name}" in commands for commands in changes.values())}
+        pairs = [(first in carried and second in carried, text.replace("OBJ", first, 1).replace("OBJ", second, 1))
+                 for text in double for first, second in itertools.permutations(names, 2)
+                 if len(names) <= 5 or (second if " with " in text else first) in carried | takeable]
+        pairs.sort(key=lambda pair: pair[0])  # what may stay untried: rare verbs with two carried things
+        tries = [text for _, text in pairs[:self._max_tries - len(tries)]]
+        for change, commands in self._frotz._filter_candidate_actions(tries, use_ctypes=True).items():
+            changes[change] += commands
+        for command in changes.pop((0,) * 128, []):  # no object differs: tell victory, death and points apart
+            self._frotz.set_state(state)
+            score = self._frotz.step(command)[3]["score"]
+            changes[score, self._frotz.victory(), self._frotz.game_over()].append(command)
+        return sorted((min(commands, key=rank) for commands in changes.values()), key=rank)
+
+    def _objects(self, state):
+        """(one name for each object in reach, those of them that are carried); names with one description are one."""
+        from jericho.util import get_subtree, recognized
+
+        room = self._frotz.get_player_location()
+        things = get_subtree(room.child, self._frotz.get_world_objects()) if room is not None else []
+        tree = [self._nouns(thing.name) for thing in things if thing.num != self._frotz.player_obj_num]
+        look, held = self._nouns(self._try(state, "look")), self._nouns(self._try(state, "inventory"))
+        names = [words[-1] for words in tree if words] + look + held + list(itertools.chain(*tree))
+        names += [name[:-1] for name in names if name.endswith("s") and name[:-1] in self._object_words]
+        aliases = {}  # description -> names
+        for name in dict.fromkeys(names):
+            answer = " ".join(self._try(state, f"examine {name}").split())
+            if recognized(answer) and not answer.startswith(("Which ", "You can't use multiple", "I only understood")):
+                aliases.setdefault(answer, []).append(name)
+        return [group[0] for group in aliases.values()], {group[0] for group in aliases.values() if {*held} & {*group}}
+
+    def _nouns(self, text):
+        words = re.findall(r"[a-z0-9'-]+", text.lower())
+        return [word for word in words if word[:self._word_len] in self._object_words]
+
+
+ENVS["jericho"] = JerichoEnv
