@@ -8,14 +8,18 @@ Every environment is a `TextEnv` (gymnasium's `Env` with str observations and st
 them together.  This file knows nothing of the two methods that use it.
 """
 
+import argparse
 import contextlib
 import copy
+import inspect
 import io
 import itertools
 import json
 import math
 import os
+import random
 import re
+import sys
 import warnings
 from collections import Counter, deque
 
@@ -520,3 +524,68 @@ class JerichoEnv(TextEnv):
 
 
 ENVS["jericho"] = JerichoEnv
+
+
+# ---- Play in the terminal ----
+
+def play(env, choose, seed, task):
+    """Print one episode; `choose(info)` gives the next action, or None to stop. Returns the sum of rewards."""
+    obs, info = env.reset(seed=seed, options={"task": task})
+    print(f"[{info['task_id']}] {info['goal']}\n{obs}")
+    over = False
+    while not over and (action := choose(info)) is not None:
+        obs, reward, terminated, truncated, info = env.step(action)
+        over = terminated or truncated
+        print(f"\n> {action}{'' if info['valid_action'] else '   (not in the list)'}\n{obs}")
+        print(f"[reward {reward:g}]\n" if reward else "", end="")
+    outcome = "won" if info["won"] else "not won"
+    print(f"[{outcome}: {info['score']:g} of {env.max_return:g} in {env.num_steps} actions]\n")
+    return info["score"]
+
+
+def ask(info):
+    """Let the user choose: a number of the list, or any text; nothing, or the end of the input, stops."""
+    actions = info["admissible_actions"]
+    print("   ".join(f"{number} {action}" for number, action in enumerate(actions)))
+    try:
+        answer = input("action: ").strip()
+    except EOFError:
+        return None
+    return actions[int(answer)] if answer.isdigit() and int(answer) < len(actions) else answer or None
+
+
+def main(arguments=None):
+    """Play, or print transcripts: python envs.py --env babyai --level GoToRedBall [--random N | --expert N]."""
+    choice = argparse.ArgumentParser(add_help=False)
+    choice.add_argument("--env", choices=sorted(ENVS), default="babyai")
+    environment = ENVS[choice.parse_known_args(arguments)[0].env]
+    parser = argparse.ArgumentParser(description=main.__doc__, parents=[choice])
+    for flag, meaning in (("task", "which task (default: drawn by the seed, or the first ones)"), ("seed", ""),
+                          ("random", "print so many episodes of random admissible actions"),
+                          ("expert", "print so many episodes of the environment's expert")):
+        parser.add_argument(f"--{flag}", type=int, metavar="N", help=meaning)
+    own = inspect.signature(environment).parameters  # its keyword arguments become flags
+    for name, parameter in own.items():
+        kind = ({"action": "store_true"} if parameter.default is False
+                else {"default": parameter.default, "type": lambda text: int(text) if text.isdigit() else text})
+        parser.add_argument(f"--{name}", **kind)
+    flags = vars(parser.parse_args(arguments))
+    rng, seed, task = random.Random(flags["seed"]), flags["seed"], flags["task"]
+    try:
+        env = environment(**{name: flags[name] for name in own})
+        if not flags["random"] and not flags["expert"]:
+            play(env, ask, seed, task)
+        for name, choose in (("random", lambda info: rng.choice(info["admissible_actions"])),
+                             ("expert", lambda info: env.expert_action())):
+            returns = [play(env, choose, seed, ((task or 0) + i) % env.num_tasks) for i in range(flags[name] or 0)]
+            if returns:
+                print(f"{name}: mean sum of rewards {sum(returns) / len(returns):g} in {len(returns)} episodes")
+    except InputError as error:
+        print(f"envs.py: {error}", file=sys.stderr)
+        return 2
+    env.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
