@@ -940,7 +940,7 @@ def test_case17_a_cut_response_is_invalid_and_costs_the_penalty_once():
     assert paw.make_batch(transitions, [False] * 6, "cpu").action_mask.tolist() == [[1] * 4] * 6
     assert not any(a in pool.actions for a in pool.received[0])
     assert tiny.tokenizer().decode(transitions[0].obs_ids) == "nothing happens"
-    metrics = paw.update_metrics(transitions, episodes, torch.ones(1), torch.zeros(9), None, [])
+    metrics = paw.update_metrics(transitions, episodes, torch.ones(1), 0, torch.zeros(9), None, [])
     assert metrics["truncated_frac"] == 1 and metrics["valid_action_rate"] == 0 and metrics["episode_len"] == 3
 
 
