@@ -914,9 +914,3 @@ def test_the_readme_example_runs_and_prints_what_the_readme_says():
     assert len(code.strip().splitlines()) <= 24
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout == printed
-
-
-def test_the_readme_table_is_the_benchmark_s():
-    table = (ROOT / "benchmarks" / "results" / "mcts.md").read_text()
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(lines) > 4 and all(line in readme_section() for line in lines)
