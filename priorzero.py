@@ -5,19 +5,20 @@ PriorZero mixes the LLM's opinion into the ROOT prior of that search only, and t
 PPO, with the world model's n-step advantage.  No gradient crosses: the LLM shapes what is collected, the world model a scalar.
 
     paper                                                  function here
-    3.1   history -> latent, imagined steps                WorldModel.forward, encode_roots, imagine
-    3.1   policy, value, reward, next-latent losses        world_model_losses (two_hot, n_step_targets, simnorm)
-    3.2   mixture at the root, adaptive weight             fuse_root_prior, adaptive_alpha
-    3.2   analyse, then score each action                  generate_analyses, action_scores
-    3.3   A = Q_n - v of the target model                  sample_advantages, normalize_advantages, blend_format_reward
-    3.3   clipped loss, w_cot, k3 KL                       ppo_loss, token_weights, k3_kl
-    table 2   the loop                                     train
+    3.1      history -> latent, imagined steps             WorldModel, encode_roots, imagine
+    3.1      policy, value, reward, next-latent losses     world_model_losses (two_hot, n_step_targets, simnorm)
+    3.2      mixture at the root, adaptive weight          fuse_root_prior, adaptive_alpha
+    3.2      analyse, then score each action               generate_analyses, action_scores
+    3.3      A = Q_n - v of the target model               sample_advantages, normalize_advantages, blend_format_reward
+    3.3      clipped loss, w_cot, k3 KL                    ppo_loss, token_weights, k3_kl
+    table 2  the loop                                      train (decide, collect, learn, train_llm)
 
 On 2 CPU cores, no GPU, no network (a shipped tiny LM as the prior; result and time: README):
     python priorzero.py --env babyai
-On one GPU with the paper's sizes (Jericho; the story file is yours to get):
-    python priorzero.py --env jericho --game detective --rom_dir ROMS --model Qwen/Qwen2.5-3B-Instruct --encoder BAAI/bge-base-en-v1.5 \\
-        --width 768 --heads 24 --lora_rank 32 --llm_lr 1e-6 --wm_updates 2000 --llm_updates 200 --llm_batch 128 --env_steps 50000
+On one GPU with the paper's sizes (the story file is yours to get):
+    python priorzero.py --env jericho --game detective --rom_dir ROMS --model Qwen/Qwen2.5-3B-Instruct \\
+        --encoder BAAI/bge-base-en-v1.5 --width 768 --heads 24 --lora_rank 32 --llm_lr 1e-6 --wm_updates 2000 \\
+        --llm_updates 200 --llm_batch 128 --kl_coef 0.01 --format_weight 0.5 --history_len 25 --env_steps 50000
 
 DEVIATION: an action is its TEXT, not its place in the list.  In these games place i means another command in every state, so an
 action token embeds the command, and the policy scores the commands of the state's own list (imagined states: of the root's list).
@@ -41,15 +42,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from envs import BABYAI_ACTION_CAP, JERICHO_GAMES, EnvPool, InputError
-from mcts import Root, Step, action_probs, search, visit_entropy
+from mcts import Root, Step, action_probs, search
 
 # Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, K keys,
 # D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
 
 disable_progress_bar()
 TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
-PANELS = ("return", "solved", "episode_len", "eval_return", "visit_entropy", "prior_entropy", "value_loss", "llm_kl")
 PRESETS = {"babyai": {}, "jericho": dict(gamma=0.95)}  # defaults that differ between environments
+PANELS = ("return", "solved", "episode_len", "eval_return", "visit_entropy", "prior_entropy", "value_loss", "llm_kl")
 
 # ---- Settings -----------------------------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=None, high=None):
@@ -58,7 +59,8 @@ def flag(default, help, choices=None, low=None, high=None):
 
 @dataclass
 class Config:
-    """Every setting, once; each becomes a command-line flag.  Defaults fit 2 CPU cores; "PZ:" marks the paper's value."""
+    """Every setting, once; each becomes a command-line flag.  Defaults fit 2 CPU cores; "PZ:" marks the paper's value, "code:" that
+    of its public code."""
     env: str = flag("babyai", "environment", ("babyai", "jericho"))
     level: str = flag("PickupLoc", "BabyAI level, or all")
     game: str = flag("detective", "Jericho game")
@@ -67,67 +69,55 @@ class Config:
     env_workers: int = flag(0, "environment processes; 0 = step them in this process", low=0)
     env_steps: int = flag(12000, "environment steps of the run (PZ: 50k Jericho, 100k BabyAI)", low=0)
     num_envs: int = flag(16, "environments played side by side", low=1)
-    # the prior
     model: str = flag("tiny", "causal LM of the prior: tiny (shipped, BabyAI), a Hugging Face name, a folder, or a .gguf file")
     alpha: float = flag(0.5, "weight of the LLM in the root prior; 0 = UniZero, no LLM is loaded (PZ: 0.5)", low=0, high=1)
-    adaptive_alpha: bool = flag(False, "the surer the world model, the larger alpha (PZ 3.2), in [alpha_min, alpha_max]")
-    alpha_min: float = flag(0.3, "least adaptive alpha", low=0, high=1)
-    alpha_max: float = flag(0.7, "greatest adaptive alpha", low=0, high=1)
+    adaptive_alpha: bool = flag(False, "alpha between 0.3 and 0.7, the higher the surer the world model is (PZ 3.2)")
     prior_temperature: float = flag(1.0, "softmax temperature of the LLM's scores (PZ: 1)", low=1e-6)
     cot: bool = flag(True, "the LLM analyses the situation before actions are scored (the tiny LM never does)")
     max_cot_len: int = flag(512, "tokens of an analysis at most (PZ: 512)", low=1)
-    history_len: int = flag(10, "past steps in the LLM's prompt (public code: BabyAI 10, Jericho 25)", low=0)
+    history_len: int = flag(10, "past steps in the LLM's prompt (code: BabyAI 10, Jericho 25)", low=0)
     max_prompt_len: int = flag(2048, "prompt tokens; older history is dropped first", low=16)
     lora_rank: int = flag(0, "LoRA rank; 0 trains all weights of the LLM", low=0)
     token_budget: int = flag(8192, "padded tokens of one LLM pass; neither scores nor gradients depend on it", low=1)
-    # the search
-    mcts: bool = flag(True, "search; off: act from the fused root prior")
+    mcts: bool = flag(True, "search; off: act from the fused root prior (ablation)")
     num_simulations: int = flag(25, "simulations per step (PZ: 25)", low=1)
     eval_simulations: int = flag(25, "simulations per step of evaluation (PZ: Jericho 25, BabyAI 50)", low=1)
-    dirichlet_alpha: float = flag(0.3, "root noise", low=1e-6)
-    dirichlet_fraction: float = flag(0.25, "share of the noise in the root prior; evaluation has none", low=0, high=1)
-    temperature: float = flag(1.0, "exponent 1/temperature of the visits an action is drawn from, at the start", low=0)
-    final_temperature: float = flag(0.25, "the same from half of the run on (public code: 0.25 always)", low=0)
+    pb_c_init: float = flag(1.25, "weight of the prior in the search (code: 1.25)", low=0)
+    dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
+    temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
+    final_temperature: float = flag(0.25, "the same from half of the run on (code: 0.25 always)", low=0)
     gamma: float = flag(0.97, "discount per step (PZ: 0.997)", low=0, high=1)
-    # the world model
     encoder: str = flag("hash", "text encoder: hash (trained), or a frozen Hugging Face encoder by name or folder (PZ: BGE-base)")
     hash_buckets: int = flag(8192, "rows of the hash encoder's table", low=2)
     action_slots: str = flag("text", "what an action token embeds: text or index (its place in the list)", ("text", "index"))
-    latent_norm: str = flag("layernorm", "latent normalisation and loss: layernorm + MSE or simnorm + KL", ("layernorm", "simnorm"))
+    latent_norm: str = flag("layernorm", "latent normalisation and loss: layernorm + MSE, simnorm + KL", ("layernorm", "simnorm"))
     width: int = flag(64, "width of the world model (PZ: 768)", low=8)
     layers: int = flag(2, "transformer layers (PZ: 2)", low=1)
     heads: int = flag(4, "attention heads (PZ: 24)", low=1)
     window: int = flag(10, "H, steps of a training window (PZ: 10)", low=2)
-    context: int = flag(4, "C, real steps before the root of a search (PZ: 4)", low=1)
-    # training of the world model
-    replay_size: int = flag(100_000, "steps kept (PZ: 3e5 Jericho, 5e5 BabyAI)", low=100)
-    replay_ratio: float = flag(0.3, "world-model updates per environment step (public code: 0.1)", low=0)
+    context: int = flag(4, "C, real steps that a search starts from (PZ: 4)", low=1)
+    replay_size: int = flag(100_000, "steps kept (PZ: 3e5 Jericho, 5e5 BabyAI)", low=1000)
+    replay_ratio: float = flag(0.3, "world-model updates per environment step (code: 0.1)", low=0)
     warmup_steps: int = flag(400, "environment steps before the first update", low=0)
     batch_size: int = flag(64, "windows per world-model update (PZ: 64)", low=1)
     td_steps: int = flag(5, "n of the n-step targets (PZ: 5)", low=1)
     wm_lr: float = flag(1e-3, "learning rate of the world model (PZ: 3e-4)", low=0)
-    wm_weight_decay: float = flag(1e-4, "weight decay of matrices", low=0)
-    wm_grad_norm: float = flag(10.0, "gradient-norm clip (public code: 10)", low=1e-9)
-    entropy_weight: float = flag(0.005, "entropy bonus of the policy loss (public code: 0.05)", low=0)
-    ema: float = flag(0.05, "step of the target network at every update (public code: 0.05)", low=0, high=1)
-    reanalyze: float = flag(0.0, "share of the windows whose first policy target is searched anew (public code: 0)", low=0, high=1)
-    # training of the LLM
+    entropy_weight: float = flag(0.005, "entropy bonus of the policy loss (code: 0.05)", low=0)
+    ema: float = flag(0.05, "step of the target network at every update (code: 0.05)", low=0, high=1)
     wm_updates: int = flag(100, "world-model updates of a phase (PZ: 2000 Jericho, 500 BabyAI)", low=1)
-    llm_updates: int = flag(20, "LLM updates of a phase (PZ: 200, 100)", low=0)
-    wm_warmup: int = flag(300, "world-model updates before the first LLM phase", low=0)
+    llm_updates: int = flag(20, "LLM updates of a phase (PZ: 200 Jericho, 100 BabyAI)", low=0)
+    wm_warmup: int = flag(300, "world-model updates before the first phase", low=0)
     freeze_llm: bool = flag(False, "never train the LLM (ablation)")
     alternate: bool = flag(True, "phases; off: LLM updates from the first world-model update on (ablation)")
-    loss: str = flag("ppo", "LLM loss: ppo, or sft = imitate the action drawn from the visits (the paper rejects it)", ("ppo", "sft"))
-    llm_lr: float = flag(3e-4, "learning rate of the LLM (PZ: 1e-6 for 3B)", low=0)
+    loss: str = flag("ppo", "LLM loss: ppo, or sft = imitate the action that search chose (ablation)", ("ppo", "sft"))
+    llm_lr: float = flag(3e-4, "learning rate of the LLM (PZ: 1e-6 for 3B and 7B)", low=0)
     llm_batch: int = flag(32, "samples per LLM update (PZ: 128)", low=1)
-    llm_grad_norm: float = flag(1.0, "gradient-norm clip of the LLM (PZ: 1)", low=1e-9)
     clip: float = flag(0.2, "PPO clip on both sides (PZ: 0.2)", low=0)
     kl_coef: float = flag(0.1, "weight of the k3 KL to the frozen start (PZ: BabyAI 0.1, Jericho 0.01)", low=0)
     w_cot: float = flag(0.1, "weight of an analysis token; action tokens weigh 1 (PZ: 0.1)", low=0)
-    format_weight: float = flag(0.3, "share of the format reward in the advantage, with --cot (PZ: BabyAI 0.3, Jericho 0.5)", low=0, high=1)
-    # evaluation and files
+    format_weight: float = flag(0.3, "share of the format reward, with --cot (PZ: BabyAI 0.3, Jericho 0.5)", low=0, high=1)
     baseline: bool = flag(True, "after PriorZero, train UniZero with the same budget for the table")
-    llm_only: bool = flag(False, "evaluate the LLM alone: the action with the best score (with --eval)")
+    llm_only: bool = flag(False, "with --eval: the LLM alone, the action with the best score")
     eval_every: int = flag(2000, "environment steps between evaluations; 0 = only before and after", low=0)
     eval_episodes: int = flag(100, "episodes of an evaluation; 0 = none", low=0)
     log_every: int = flag(400, "environment steps between lines of the log", low=1)
@@ -151,7 +141,7 @@ class Config:
 
     @property
     def phase(self) -> tuple:
-        """(world-model updates, LLM updates) of a phase, and world-model updates before the first LLM update."""
+        """World-model updates and LLM updates of a phase, and world-model updates before the first LLM update."""
         if self.alternate:
             return self.wm_updates, self.llm_updates, self.wm_warmup + self.wm_updates
         return max(1, round(self.wm_updates / max(self.llm_updates, 1))), 1, 1
@@ -173,18 +163,15 @@ class Config:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
                 raise InputError(f"--{f.name} {value}: must lie between {low} and {high}")
-        for ok, text in ((self.width % self.heads == 0, f"--width {self.width}: must be a multiple of --heads {self.heads}"),
-                         (self.width % 8 == 0, f"--width {self.width}: must be a multiple of 8"),
-                         (self.td_steps < self.window, f"--td_steps {self.td_steps}: must be less than --window {self.window}"),
-                         (self.context <= self.window, f"--context {self.context}: must be at most --window {self.window}"),
-                         (self.alpha_min <= self.alpha_max, f"--alpha_min {self.alpha_min}: must be at most --alpha_max {self.alpha_max}"),
-                         (self.env == "babyai" or self.model != "tiny" or self.alpha == 0,
-                          "--model tiny: knows BabyAI only; name a causal LM, or --alpha 0 for UniZero"),
-                         (re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), f"--device {self.device}: choose one of auto, cpu, cuda, cuda:N"),
-                         (not self.device.startswith("cuda") or torch.cuda.is_available(),
-                          f"--device {self.device}: this machine has no usable CUDA device; use --device cpu")):
+        for name, ok, allowed in (
+                ("width", self.width % math.lcm(8, self.heads) == 0, "must be a multiple of 8 and of --heads"),
+                ("td_steps", self.td_steps < self.window, "must be less than --window"),
+                ("context", self.context <= self.window, "must be at most --window"),
+                ("model", self.env == "babyai" or self.model != "tiny" or not self.alpha, "knows BabyAI only; name an LM, or --alpha 0"),
+                ("device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "choose one of auto, cpu, cuda, cuda:N"),
+                ("device", "cuda" not in self.device or torch.cuda.is_available(), "there is no usable CUDA device; use --device cpu")):
             if not ok:
-                raise InputError(text)
+                raise InputError(f"--{name} {getattr(self, name)}: {allowed}")
 
 # ---- The formulas: values -----------------------------------------------------------------------------------------------
 def simnorm(x, group):
@@ -295,36 +282,35 @@ def format_ok(text):
 class TextBank:
     """Numbers for texts, and what the encoder reads of each: hashed words and n-grams, or a frozen encoder's CLS vector."""
     def __init__(self, cfg):
-        self.index, self.device, self.buckets, self.frozen = {"": 0}, cfg.torch_device, cfg.hash_buckets, None
-        self.features = torch.zeros(1, 1, dtype=torch.long, device=self.device)  # [texts, n-grams], 0 = none; number 0: no text
+        self.index, self.buckets, self.frozen = {"": 0}, cfg.hash_buckets, None
+        self.features = torch.zeros(1, 1, dtype=torch.long, device=cfg.torch_device)  # [texts, n-grams], 0 = none
         if cfg.encoder != "hash":
-            self.tokenizer, self.frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder", torch.float32)
-            self.frozen = self.frozen.to(self.device).eval().requires_grad_(False)  # eval: no dropout in latents and targets
-            self.features = torch.zeros(1, self.frozen.config.hidden_size, device=self.device)
+            self.tokenizer, frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder", torch.float32)
+            self.frozen = frozen.to(cfg.torch_device).eval().requires_grad_(False)  # eval: no dropout in latents and targets
+            self.features = torch.zeros(1, frozen.config.hidden_size, device=cfg.torch_device)
 
     def __call__(self, texts):
-        """Numbers of these texts, a list."""
-        new = [text for text in dict.fromkeys(texts) if text not in self.index]
-        if new:
-            rows = self.embed(new) if self.frozen else self.hash(new)
+        """Numbers of these texts, a list; 0 is no text."""
+        if new := [text for text in dict.fromkeys(texts) if text not in self.index]:
             self.index.update(zip(new, range(len(self.index), len(self.index) + len(new))))
-            width, known = max(rows.shape[1], self.features.shape[1]), self.features[:len(self.index) - len(new)]
-            self.features = torch.cat([F.pad(x, (0, width - x.shape[1])) for x in (known, rows)])
+            tables = [self.features, (self.embed(new) if self.frozen else self.hash(new)).to(self.features.device)]
+            width = max(table.shape[1] for table in tables)
+            self.features = torch.cat([F.pad(table, (0, width - table.shape[1])) for table in tables])
         return [self.index[text] for text in texts]
 
     def hash(self, texts):
         words = [re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())[:512] for text in texts]
-        grams = [{" ".join(w[i:i + n]) for n in (1, 2, 3) for i in range(len(w) - n + 1)} for w in words]
-        rows = [[1 + zlib.crc32(gram.encode()) % (self.buckets - 1) for gram in sorted(g)] for g in grams]
-        return pad_sequence([torch.tensor(r, dtype=torch.long) for r in rows], batch_first=True).to(self.device)
+        grams = [sorted({" ".join(w[i:i + n]) for n in (1, 2, 3) for i in range(len(w) - n + 1)}) for w in words]
+        rows = [[1 + zlib.crc32(gram.encode()) % (self.buckets - 1) for gram in row] for row in grams]
+        return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
 
     @torch.no_grad()
     def embed(self, texts):
-        inputs = self.tokenizer(texts, truncation=True, max_length=512, padding=True, return_tensors="pt").to(self.device)
+        inputs = self.tokenizer(texts, truncation=True, max_length=512, padding=True, return_tensors="pt").to(self.features.device)
         return self.frozen(**inputs).last_hidden_state[:, 0].float()
 
 class Head(nn.Module):
-    """LayerNorm is behind the transformer; then Linear, LayerNorm, GELU, and a last linear layer that starts at zero."""
+    """Linear, LayerNorm, GELU, and a last linear layer that starts at zero: uniform policy, value 0, reward 0."""
     def __init__(self, width, out):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(approximate="tanh"))
@@ -358,56 +344,49 @@ class WorldModel(nn.Module):
     """UniZero: tokens z_0 a_0 z_1 a_1 ...; the output at z_t gives policy and value, that at a_t reward and the next latent."""
     def __init__(self, cfg, feature_width):
         super().__init__()
-        D = cfg.width
-        self.norm_kind, self.hashed = cfg.latent_norm, cfg.encoder == "hash"
+        D, self.hashed, self.latent_norm = cfg.width, cfg.encoder == "hash", cfg.latent_norm
         self.table = nn.Embedding(cfg.hash_buckets, D) if self.hashed else nn.Linear(feature_width, D)
         self.norm_in, self.action_key = nn.LayerNorm(D), nn.Linear(D, D)
         self.positions = nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
-        self.register_buffer("support", torch.arange(-50.0, 51.0))  # h-space
+        self.register_buffer("support", torch.arange(-50.0, 51.0))  # in h-space
         self.policy, self.value, self.reward, self.latent = Head(D, D), Head(D, 101), Head(D, 101), Head(D, D)
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module.weight.any():
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
 
     def encode(self, features):
         """What the bank keeps of texts [N, ...] -> normalised latents [N, D]."""
-        if self.hashed:
-            return self.normalize(F.embedding_bag(features, self.table.weight, mode="mean", padding_idx=0))
-        return self.normalize(self.table(features))
+        return self.normalize(F.embedding_bag(features, self.table.weight, mode="mean", padding_idx=0) if self.hashed
+                              else self.table(features))
 
     def normalize(self, x):
-        return simnorm(x, 8) if self.norm_kind == "simnorm" else self.norm_in(x)
+        return simnorm(x, 8) if self.latent_norm == "simnorm" else self.norm_in(x)
 
-    def forward(self, latents, actions):
-        """Latents and actions [B, H, D] -> outputs at latents, outputs at actions, [B, H, D] each.  Source: PriorZero 3.1."""
-        x = torch.stack([latents, actions], 2).flatten(1, 2) + self.positions[:2 * latents.shape[1]]
-        x = self.step(x)[0]
-        return x[:, 0::2], x[:, 1::2]
-
-    def step(self, x, past=None, mask=None):
-        """Run tokens x [B, T, D] behind stored ones, past [B, K, L, 2, D].  Returns outputs and own keys/values [B, T, L, 2, D]."""
+    def run(self, x, past=None, mask=None):
+        """Tokens x [B, T, D] behind stored ones, past [B, K, L, 2, D].  Returns outputs and own keys/values [B, T, L, 2, D]."""
         own = []
         for n, block in enumerate(self.blocks):
             x, kv = block(x, None if past is None else past[:, :, n], mask)
             own.append(kv)
         return self.norm_out(x), torch.stack(own, 2)
 
+    def forward(self, latents, actions):
+        """Latents and actions [B, H, D] -> outputs at latents, outputs at actions, [B, H, D] each.  Source: PriorZero 3.1."""
+        x = torch.stack([latents, actions], 2).flatten(1, 2) + self.positions[:2 * latents.shape[1]]
+        x = self.run(x)[0]
+        return x[:, 0::2], x[:, 1::2]
+
     def decode(self, head, x):
-        """Outputs [..., D] -> game units [...]: the value or reward head's mean, transformed back."""
+        """Outputs [..., D] -> game units [...]: the mean of the value or reward head, transformed back."""
         return inverse_value_transform(expected_value(head(x), self.support))
 
-    def policy_logits(self, x, keys):
-        """Scores of actions: outputs [B, D], keys [B, A, D] -> [B, A]."""
+    def score(self, x, keys):
+        """Policy logits: outputs [B, D], action keys [B, A, D] -> [B, A]."""
         return torch.bmm(keys, self.policy(x).unsqueeze(2)).squeeze(2) / math.sqrt(x.shape[-1])
 
 def encode_texts(model, bank, *numbers):
-    """Latents [..., D] of tensors of text numbers [...], each text encoded once."""
+    """Latents [..., D] of tensors of text numbers [...]; each text is encoded once."""
     unique, inverse = torch.cat([n.flatten() for n in numbers]).unique(return_inverse=True)
-    parts = inverse.split([n.numel() for n in numbers])
-    table = model.encode(F.embedding(unique, bank.features) if model.hashed is False else bank.features.index_select(0, unique))
-    return [F.embedding(part.view(n.shape), table) for part, n in zip(parts, numbers)]
+    table = model.encode(bank.features.index_select(0, unique))
+    return [F.embedding(part.view(n.shape), table) for part, n in zip(inverse.split([n.numel() for n in numbers]), numbers)]
 
 # ---- Search -------------------------------------------------------------------------------------------------------------
 class Roots(NamedTuple):
@@ -420,17 +399,16 @@ class Roots(NamedTuple):
     past: torch.Tensor     # [B, 2C-1, L, 2, D] keys/values of the real history
     lengths: torch.Tensor  # [B] tokens of the history; the rest of `past` is padding
 
-def encode_roots(model, bank, obs, actions, steps, lists):
-    """Encode the last real steps.  Args: text numbers obs [B, C], actions [B, C-1] and the valid actions' lists [B, A], 0 = padding
-    on the right; steps [B]: observations of the history.  Source: PriorZero 3.1 (H = 4 at test time)."""
+@torch.no_grad()
+def encode_roots(model, bank, obs, actions, lists):
+    """Encode the last real steps.  Args: text numbers of obs [B, C], of the actions between them [B, C-1], of the valid actions
+    [B, A], each padded with 0 on the right.  Source: PriorZero 3.1 (H = 4 at test time)."""
     z, a, tokens = encode_texts(model, bank, obs, actions, lists)
-    x = torch.stack([z, F.pad(a, (0, 0, 0, 1))], 2).flatten(1, 2)[:, :-1] + model.positions[:2 * obs.shape[1] - 1]
-    x, past = model.step(x)
-    lengths, valid = 2 * steps - 1, lists > 0
+    x = torch.stack([z, F.pad(a, (0, 0, 0, 1))], 2).flatten(1, 2)[:, :-1]
+    x, past = model.run(x + model.positions[:x.shape[1]])
+    lengths, valid, keys = 2 * (obs > 0).sum(1) - 1, lists > 0, model.action_key(tokens)
     x = x[torch.arange(len(x), device=x.device), lengths - 1]
-    keys = model.action_key(tokens)
-    logits = model.policy_logits(x, keys).masked_fill(~valid, -torch.inf)
-    return Roots(logits, model.decode(model.value, x), valid, tokens, keys, past, lengths)
+    return Roots(model.score(x, keys).masked_fill(~valid, -torch.inf), model.decode(model.value, x), valid, tokens, keys, past, lengths)
 
 def imagine(model, roots, path, path_mask, action, gamma):
     """One imagined step for each row; a node stores the keys/values of its two tokens (its action, its latent) only.
@@ -438,169 +416,164 @@ def imagine(model, roots, path, path_mask, action, gamma):
     Args: path [B, K, 2, L, 2, D]: what the parent, its parent, ..., the root stored; path_mask [B, K]; action [B], a place in
         the root's list.  Returns: mcts.Step.  Source: PriorZero 3.1, g(z, a) -> (z', r).
     """
-    depth, context = path_mask.sum(1), torch.arange(roots.past.shape[1], device=path.device) < roots.lengths[:, None]
+    context = torch.arange(roots.past.shape[1], device=path.device) < roots.lengths[:, None]
     own = F.pad(path_mask[:, 1:], (0, 1))  # a path ends with the root, whose tokens are in roots.past already
     mask = F.pad(torch.cat([context, own.repeat_interleave(2, 1)], 1), (0, 1), value=True)[:, None, None]  # [B, 1, 1, K + 1]
     past = torch.cat([roots.past, path.flatten(1, 2)], 1)
-    position = roots.lengths + 2 * (depth - 1)
+    position = roots.lengths + 2 * (path_mask.sum(1) - 1)
     token = roots.tokens[torch.arange(len(action), device=action.device), action]
-    x, kv_action = model.step((token + F.embedding(position, model.positions))[:, None], past, mask)
-    x = x[:, 0]
-    reward, latent = model.decode(model.reward, x), model.normalize(model.latent(x))
-    mask = F.pad(mask, (0, 1), value=True)
-    x, kv_latent = model.step((latent + F.embedding(position + 1, model.positions))[:, None], torch.cat([past, kv_action], 1), mask)
-    logits = model.policy_logits(x[:, 0], roots.keys).masked_fill(~roots.valid, -1e9)
-    return Step(reward, torch.full_like(reward, gamma), logits, model.decode(model.value, x[:, 0]), torch.cat([kv_action, kv_latent], 1))
+    x, kv_action = model.run((token + F.embedding(position, model.positions))[:, None], past, mask)
+    reward, latent = model.decode(model.reward, x[:, 0]), model.normalize(model.latent(x[:, 0]))
+    past, mask = torch.cat([past, kv_action], 1), F.pad(mask, (0, 1), value=True)
+    x, kv_latent = model.run((latent + F.embedding(position + 1, model.positions))[:, None], past, mask)
+    logits, value = model.score(x[:, 0], roots.keys).masked_fill(~roots.valid, -1e9), model.decode(model.value, x[:, 0])
+    return Step(reward, torch.full_like(reward, gamma), logits, value, torch.cat([kv_action, kv_latent], 1))
 
 def tree_search(model, roots, logits, cfg, num_simulations, noise, generator):
     """MCTS from these roots with `logits` [B, A] as root prior; inner nodes have the world model's prior alone."""
-    empty = roots.past.new_zeros(len(logits), 2, *roots.past.shape[2:])
-    return search(Root(logits, roots.value, empty), lambda path, action, mask: imagine(model, roots, path, mask, action, cfg.gamma),
-                  num_simulations, valid_mask=roots.valid, max_depth=(2 * cfg.window - 2 * cfg.context + 1) // 2, whole_path=True,
-                  dirichlet_alpha=cfg.dirichlet_alpha, dirichlet_fraction=cfg.dirichlet_fraction if noise else 0.0, generator=generator)
+    def recurrent_fn(path, action, mask):
+        return imagine(model, roots, path, mask, action, cfg.gamma)
+    root = Root(logits, roots.value, roots.past.new_zeros(len(logits), 2, *roots.past.shape[2:]))
+    max_depth = (2 * cfg.window - 2 * cfg.context + 1) // 2  # deeper, the positions would end
+    return search(root, recurrent_fn, num_simulations, valid_mask=roots.valid, max_depth=max_depth, whole_path=True,
+                  pb_c_init=cfg.pb_c_init, dirichlet_fraction=cfg.dirichlet_fraction * noise, generator=generator)
 
 # ---- Replay and the world model's update --------------------------------------------------------------------------------
 class Window(NamedTuple):
     """B windows of W = H + n steps; steps behind an episode's end repeat its last observation and are masked."""
     obs: torch.Tensor         # [B, W] text numbers
     action: torch.Tensor      # [B, W] text numbers
-    lists: torch.Tensor       # [B, W, A] text numbers of the valid actions, 0 = padding
+    list: torch.Tensor        # [B, W, A] text numbers of the valid actions, 0 = padding
     visits: torch.Tensor      # [B, W, A] search policy
     reward: torch.Tensor      # [B, W]
     terminated: torch.Tensor  # [B, W]; also true at the observation behind the last step
     truncated: torch.Tensor   # [B, W]
     mask: torch.Tensor        # [B, W], 1 = an action was taken here
-    slots: torch.Tensor       # [B, W] places in the replay
 
 class Replay:
     """The last `size` steps, whole episodes one behind the other; an episode of T steps takes T + 1 places."""
     def __init__(self, size, num_slots, device):
-        empty = lambda *shape, dtype=torch.long: torch.zeros(shape, dtype=dtype, device=device)
-        self.data = {"obs": empty(size), "action": empty(size), "lists": empty(size, num_slots, dtype=torch.int32),
-                     "visits": empty(size, num_slots, dtype=torch.float32), "reward": empty(size, dtype=torch.float32),
-                     "terminated": empty(size, dtype=torch.bool), "truncated": empty(size, dtype=torch.bool),
-                     "end": empty(size), "time": empty(size), "serial": empty(size)}  # end: the episode's last place
-        self.size, self.write, self.count, self.starts = size, 0, 0, None
+        self.data = {name: torch.zeros((size, num_slots) if name in ("list", "visits") else size, dtype=dtype, device=device)
+                     for names, dtype in (("obs action list end time serial", torch.int32), ("visits reward", torch.float32),
+                                          ("terminated truncated", torch.bool)) for name in names.split()}
+        self.write, self.count, self.starts = 0, 0, None
 
     def add(self, game):
-        """Store a finished Game; returns the place of its first step."""
-        T, width = len(game.steps), self.data["lists"].shape[1]
-        first = self.write if self.write + T < self.size else 0
-        rows = lambda name, dtype: pad_sequence([torch.tensor(step[name], dtype=dtype) for step in game.steps], batch_first=True)
-        column = lambda name, last: torch.tensor([step[name] for step in game.steps] + [last])
-        place, ended = slice(first, first + T + 1), [False] * (T - 1)
-        for name, value in (("obs", column("obs_id", game.obs_id)), ("action", column("action_id", 0)), ("reward", column("reward", 0.0)),
-                            ("terminated", torch.tensor(ended + [game.terminated] * 2)), ("time", torch.arange(T + 1)),
-                            ("truncated", torch.tensor(ended + [not game.terminated, False])), ("serial", torch.tensor(self.count + 1)),
-                            ("end", torch.tensor(first + T)), ("lists", F.pad(x := rows("list", torch.int32), (0, width - x.shape[1], 0, 1))),
-                            ("visits", F.pad(x := rows("visits", torch.float32), (0, width - x.shape[1], 0, 1)))):
-            self.data[name][place] = value.to(self.data[name].device)
-        self.write, self.count, self.starts = first + T + 1, self.count + 1, None
+        """Store a finished Game; returns the place of its first step.  `end` is its last place, `time` counts its steps, `serial` is
+        a number of its own."""
+        T, (size, width) = len(game.steps), self.data["list"].shape
+        first, self.count, self.starts = self.write if self.write + T < size else 0, self.count + 1, None
+        none, ended = [0] * width, [False] * (T - 1)
+        columns = {name: [s[name] for s in game.steps] + [last] for name, last in (("obs", game.number), ("action", 0), ("reward", 0.0))}
+        columns |= {name: [(s[name] + none)[:width] for s in game.steps] + [none] for name in ("list", "visits")}
+        columns |= {"terminated": ended + [game.terminated] * 2, "truncated": ended + [not game.terminated, False],
+                    "end": [first + T] * (T + 1), "time": range(T + 1), "serial": [self.count] * (T + 1)}
+        for name, values in columns.items():
+            self.data[name][first:first + T + 1] = torch.tensor(list(values), dtype=self.data[name].dtype)
+        self.write = first + T + 1
         return first
 
     def draw(self, batch_size, generator):
-        """Places of steps, uniform over all steps stored."""
+        """Places of steps [B], uniform over all steps stored."""
         if self.starts is None:
-            self.starts = (self.data["end"] > torch.arange(self.size, device=self.data["end"].device)).nonzero()[:, 0]
+            self.starts = (self.data["end"] > torch.arange(len(self.data["end"]), device=self.data["end"].device)).nonzero()[:, 0]
         return self.starts[torch.randint(len(self.starts), (batch_size,), generator=generator).to(self.starts.device)]
 
     def window(self, starts, length):
         """The Window of `length` steps from each of these places [B]."""
-        end, slots = self.data["end"][starts][:, None], starts[:, None] + torch.arange(length, device=starts.device)
-        mask, slots = slots < end, slots.minimum(end)
-        return Window(*(self.data[name][slots] for name in Window._fields[:7]), mask, slots)
-
-@torch.no_grad()
-def target_values(target, bank, obs, actions, window, n):
-    """v(o_0), ..., v(o_{W-1}) of the target model, [B, W], W = window + n, each with at least the n real steps before it as context
-    (as far as the text numbers obs, actions [B, W] reach), and the target latents of all observations [B, W, D]."""
-    z, a = encode_texts(target, bank, obs, actions)
-    halves = [target(z[:, i:i + window], a[:, i:i + window])[0] for i in (0, n)]
-    return target.decode(target.value, torch.cat([halves[0], halves[1][:, window - n:]], 1)), z
+        end, places = self.data["end"][starts][:, None], starts[:, None] + torch.arange(length, device=starts.device)
+        mask, places = places < end, places.minimum(end)
+        return Window(*(self.data[name][places] for name in Window._fields[:-1]), mask)
 
 def mean_where(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
-def world_model_losses(model, target, bank, w, cfg):
-    """The four losses of a Window of H + n steps, each a mean over its valid steps, and the clipped share of the values.
+@torch.no_grad()
+def target_values(target, bank, w, cfg):
+    """Values [B, W] of a Window of W = H + n steps and latents [B, W, D], both of the target model.  Every value that a target
+    bootstraps from has at least n real steps before it as context: the last n come from a second window that starts at step n."""
+    H, n = cfg.window, cfg.td_steps
+    z, a = encode_texts(target, bank, w.obs, w.action)
+    first, second = (target(z[:, i:i + H], a[:, i:i + H])[0] for i in (0, n))
+    return target.decode(target.value, torch.cat([first, second[:, H - n:]], 1)), z
 
-    10 latent + 1 policy (cross-entropy to the visits, entropy bonus) + 0.5 value + 1 reward.  Source: PriorZero 3.1, UniZero eq. 5.
-    """
+def world_model_losses(model, target, bank, w, cfg):
+    """Loss of a Window of H + n steps, and its terms, each a mean over valid steps: 10 latent + 1 policy (cross-entropy to the visits,
+    with an entropy bonus) + 0.5 value + 1 reward; `clipped_share`: values beyond the support.  Source: PriorZero 3.1, UniZero eq. 5."""
     H, support = cfg.window, model.support
-    values, target_latents = target_values(target, bank, w.obs, w.action, H, cfg.td_steps)
+    values, goals = target_values(target, bank, w, cfg)
     returns = n_step_targets(w.reward[:, :-1], values, w.terminated[:, :-1], w.truncated[:, :-1], cfg.gamma, cfg.td_steps)[:, :H]
-    mask, lists, visits = w.mask[:, :H], w.lists[:, :H].long(), w.visits[:, :H]
+    returns, rewards, goals = value_transform(returns), value_transform(w.reward[:, :H]), goals[:, 1:H + 1]
+    lists, visits, mask = w.list[:, :H], w.visits[:, :H], w.mask[:, :H]
+    value_mask = mask | w.terminated[:, :H]  # behind the end of a terminated episode the value is 0; of a truncated one unknown
     names, places = lists.unique(return_inverse=True)
     z, a, tokens = encode_texts(model, bank, w.obs[:, :H], w.action[:, :H], names)
     at_obs, at_action = model(z, a)
     scores = model.policy(at_obs) @ model.action_key(tokens).T / math.sqrt(cfg.width)  # [B, H, names]
     logp = scores.gather(2, places).masked_fill(lists == 0, -1e9).log_softmax(-1)
-    target_policy = visits / visits.sum(-1, keepdim=True).clamp(min=1e-9)
-    policy = -(target_policy * logp).sum(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    in_h = value_transform(returns)
-    cross_entropy = lambda logits, x: -(two_hot(x, support) * logits.log_softmax(-1)).sum(-1)
-    value = cross_entropy(model.value(at_obs), in_h)
-    reward = cross_entropy(model.reward(at_action), value_transform(w.reward[:, :H]))
-    predicted, goal = model.normalize(model.latent(at_action)), target_latents[:, 1:H + 1]
-    latent = F.mse_loss(predicted, goal, reduction="none").mean(-1) if cfg.latent_norm == "layernorm" else (
-        -(goal * (predicted + 1e-6).log()).unflatten(-1, (-1, 8)).sum(-1).mean(-1))
-    value_mask = mask | w.terminated[:, :H]  # behind the end of a terminated episode the value is 0; of a truncated one unknown
-    losses = {"latent_loss": mean_where(latent, mask), "policy_loss": mean_where(policy, mask), "value_loss": mean_where(value, value_mask),
-              "reward_loss": mean_where(reward, mask), "policy_entropy": mean_where(entropy, mask),
-              "clipped_share": mean_where((in_h.abs() > 50).float(), value_mask)}
-    loss = (10 * losses["latent_loss"] + losses["policy_loss"] + 0.5 * losses["value_loss"] + losses["reward_loss"]
-            - cfg.entropy_weight * losses["policy_entropy"])
-    return loss, losses
+    predicted = model.normalize(model.latent(at_action))
+    if cfg.latent_norm == "layernorm":
+        latent = (predicted - goals).square().mean(-1)
+    else:
+        latent = -(goals * (predicted + 1e-6).log()).sum(-1) / (cfg.width / 8)  # KL of each group, up to the goal's entropy
+    terms = {"latent_loss": mean_where(latent, mask), "policy_loss": mean_where(-(visits * logp).sum(-1), mask),
+             "value_loss": mean_where(-(two_hot(returns, support) * model.value(at_obs).log_softmax(-1)).sum(-1), value_mask),
+             "reward_loss": mean_where(-(two_hot(rewards, support) * model.reward(at_action).log_softmax(-1)).sum(-1), mask),
+             "policy_entropy": mean_where(-(logp.exp() * logp).sum(-1), mask),
+             "clipped_share": mean_where((returns.abs() > support[-1]).float(), value_mask)}
+    return (10 * terms["latent_loss"] + terms["policy_loss"] + 0.5 * terms["value_loss"] + terms["reward_loss"]
+            - cfg.entropy_weight * terms["policy_entropy"]), terms
 
-def update_world_model(agent, cfg):
-    """One update and one step of the target network; returns its figures as a dict of scalar tensors."""
-    starts = agent.replay.draw(cfg.batch_size, agent.generators["replay"])
+def update_world_model(agent):
+    """One update and one step of the target network; returns its figures, scalar tensors."""
+    cfg, starts = agent.cfg, agent.replay.draw(agent.cfg.batch_size, agent.generators["replay"])
     window = agent.replay.window(starts, cfg.window + cfg.td_steps)
-    if cfg.reanalyze:
-        reanalyze(agent, window, math.ceil(cfg.reanalyze * cfg.batch_size), cfg)
-    loss, losses = world_model_losses(agent.model, agent.target, agent.bank, window, cfg)
+    loss, terms = world_model_losses(agent.model, agent.target, agent.bank, window, cfg)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(agent.model.parameters(), cfg.wm_grad_norm)
-    if not bool(torch.isfinite(norm)):
-        raise FloatingPointError(f"world-model update {agent.wm_updates}: non-finite loss or gradient, replay places {starts.tolist()}")
-    agent.optimizer.step()
-    agent.optimizer.zero_grad(set_to_none=True)
+    norm = optimizer_step(agent.optimizer, agent.model.parameters(), 10.0, f"world-model update {agent.wm_updates}", starts)
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target.parameters()), list(agent.model.parameters()), cfg.ema)
     agent.wm_updates += 1
-    return {"wm_loss": loss.detach(), **{k: v.detach() for k, v in losses.items()}, "wm_grad_norm": norm}
+    return {"wm_loss": loss.detach(), "wm_grad_norm": norm} | {name: term.detach() for name, term in terms.items()}
 
-@torch.no_grad()
-def reanalyze(agent, window, rows, cfg):
-    """Replace the first policy targets of some rows by those of a fresh search (without the LLM).  Source: MuZero Reanalyze."""
-    roots = encode_roots(agent.model, agent.bank, window.obs[:rows, :1], window.action[:rows, :0],
-                         torch.ones(rows, dtype=torch.long, device=window.obs.device), window.lists[:rows, 0].long())
-    result = tree_search(agent.model, roots, roots.logits, cfg, cfg.num_simulations, False, agent.generators["search"])
-    agent.replay.data["visits"][window.slots[:rows, 0]] = action_probs(result.visit_counts, 1.0)
-    window.visits[:rows, 0] = action_probs(result.visit_counts, 1.0)
+def optimizer_step(optimizer, parameters, max_norm, name, places):
+    """Clip the gradient and step; a non-finite gradient raises before anything changes.  Returns the norm."""
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not bool(torch.isfinite(norm)):
+        raise FloatingPointError(f"{name}: non-finite loss or gradient, at places {torch.as_tensor(places).tolist()} of the replay")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 # ---- The language model -------------------------------------------------------------------------------------------------
 @dataclass
 class LanguageModel:
-    """A causal LM with its tokenizer; `version` counts optimiser steps; `start` holds the frozen start of what is trained."""
+    """A causal LM with its tokenizer; `version` counts optimiser steps, `cache` keeps the priors of this version."""
     model: nn.Module
     tokenizer: object
     device: torch.device
     token_budget: int = 8192
     version: int = 0
-    cache: dict = field(default_factory=dict)  # (prompt, actions) -> Prior, of this version
+    cache: dict = field(default_factory=dict)
 
     def ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def autocast(self):
-        return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
+    def hidden(self, ids, positions, mask, cache=None, keep=False):
+        """Last hidden states [B, T, D] and the cache, which is new if `keep` and none is given."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            out = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=keep)
+        return out.last_hidden_state, out.cache
+
+    def log_probs(self, hidden):
+        """fp32 log-probabilities of the next token: [..., D] -> [..., V]."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 def load_pretrained(kind, model, flag_name, dtype):
     """(tokenizer, model) by name, folder or GGUF file.  Raises InputError with one line where that is not possible."""
     path = TINY_FOLDER if model == "tiny" else Path(model)
-    if not path.exists() and (path.suffix == ".gguf" or model[0] in "./~" or len(path.parts) > 2):  # no hub name
+    if not path.exists() and (path.suffix == ".gguf" or model[:1] in "./~" or len(path.parts) > 2):  # no hub name
         raise InputError(f"{flag_name} {model}: there is no such file or folder")
     name, kwargs = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
     try:
@@ -648,246 +621,216 @@ def trainable(model):
     """{name: parameter} of what is trained."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
-SYSTEM = {"babyai": "You guide an agent in a grid world.  It sees objects and walls in front of it, and acts by short commands.",
-          "jericho": "You play a text adventure and want the highest score in few moves."}
+ROLE = {"babyai": "You guide an agent in a grid world.  It sees objects and walls in front of it, and acts by short commands.",
+        "jericho": "You play a text adventure and want the highest score in few moves."}
 FORMAT = """Answer in exactly two parts:
 Reasoning: <a neutral analysis of the situation: where you are, what is in reach, what is still to be done; name no choice yet>
 Action: <one of the valid actions, copied exactly>"""
 
-def build_prompt(cfg, obs, actions, history):
-    """(system, user) texts of one step; history: (observation, action, reward) from the episode's start.  Source: PriorZero 3.2."""
-    kept = history[len(history) - min(cfg.history_len, len(history)):]
-    past = "".join(f"\nStep {n}. Observation: {o}\nAction: {a}\nReward: {r:g}" for n, (o, a, r) in enumerate(kept, len(history) - len(kept) + 1))
-    return SYSTEM[cfg.env], (f"=== HISTORY ==={past or ' (none)'}\n\n=== CURRENT OBSERVATION ===\n{obs}\n\n=== VALID ACTIONS ===\n"
-                             + "\n".join(actions) + f"\n\n=== INSTRUCTION ===\n{FORMAT if cfg.use_cot else 'Answer: Action: <one of the valid actions>'}")
-
 def encode_prompt(llm, cfg, obs, actions, history):
-    """Token ids of a prompt, in the chat template where there is one; over max_prompt_len, the oldest history goes first.
+    """Token ids of a prompt: role, history of (observation, action, reward), observation, valid actions, format; in the chat template
+    where there is one.  Over max_prompt_len the oldest history goes first.  Source: PriorZero 3.2.
     The tiny LM reads its own short form: the last two actions and the observation."""
     if cfg.model == "tiny":
         return llm.ids(f"Did: {', '.join(a for _, a, _ in history[-2:]) or 'nothing'}. {obs}")[-cfg.max_prompt_len:]
-    for kept in range(min(cfg.history_len, len(history)), -1, -1):
-        system, user = build_prompt(dataclasses.replace(cfg, history_len=kept), obs, actions, history)
-        text = f"{system}\n\n{user}\n"
+    for first in range(max(len(history) - cfg.history_len, 0), len(history) + 1):
+        past = [f"Step {n}. Observation: {o}\nAction: {a}\nReward: {r:g}" for n, (o, a, r) in enumerate(history, 1)][first:]
+        user = "\n".join(["=== HISTORY ===", *(past or ["(none)"]), "\n=== CURRENT OBSERVATION ===", obs, "\n=== VALID ACTIONS ===", *actions,
+                          "\n=== INSTRUCTION ===", FORMAT if cfg.use_cot else FORMAT.splitlines()[-1]])
+        text = f"{ROLE[cfg.env]}\n\n{user}\n"
         if llm.tokenizer.chat_template:
-            turns = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+            turns = [{"role": "system", "content": ROLE[cfg.env]}, {"role": "user", "content": user}]
             text = llm.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         if len(ids := llm.ids(text)) <= cfg.max_prompt_len:
             break
     return ids[-cfg.max_prompt_len:]
 
-def pad(rows, device, side, dtype=torch.long):
-    """Lists of numbers -> [B, longest], padded with 0 on one side, and the mask of what is not padding."""
-    put = lambda rows, dtype: pad_sequence([torch.tensor(r, dtype=dtype) for r in rows], batch_first=True, padding_side=side).to(device)
-    return put(rows, dtype), put([[1] * len(r) for r in rows], torch.long)
+def pad(rows, device, side="right", dtype=torch.long):
+    """Lists of numbers -> [B, longest], padded with 0 on one side."""
+    return pad_sequence([torch.tensor(r, dtype=dtype) for r in rows], batch_first=True, padding_side=side).to(device)
 
-class Analysis(NamedTuple):
-    """What stands between prompt and action."""
-    ids: list       # token ids; the last ones say "Action:"
-    logps: list     # log-probability of each at rollout
-    written: list   # 1 = written by the LLM, 0 = put there by us
-    format_ok: bool
-
-@torch.no_grad()
-def generate_analyses(llm, prompts, cfg, generator):
-    """Sample an Analysis for every prompt (token ids), all rows together: temperature 1, until a blank line or the end; what follows
-    the first "Action:" is cut off, since the actions are scored, not parsed.  Without --cot: "Action:" alone.  Source: PriorZero 3.2.
-    """
-    label = llm.ids("Action:")
-    if not cfg.use_cot:
-        return [Analysis(label, [0.0] * len(label), [0] * len(label), True)] * len(prompts)
-    ids, mask = pad(prompts, llm.device, "left")
-    cache, step, tokens, logps, texts = None, ids, [], [], [""] * len(prompts)
-    for _ in range(cfg.max_cot_len):
-        with llm.autocast():
-            out = llm.model.base_model(input_ids=step, attention_mask=mask, position_ids=positions_of(mask)[:, -step.shape[1]:],
-                                       use_cache=True, cache=cache)
-            logits = llm.model.get_output_embeddings()(out.last_hidden_state[:, -1])
-        cache, log_probs = out.cache, logits.float().log_softmax(-1)
-        tokens.append(torch.multinomial(log_probs.exp(), 1, generator=generator))
-        logps.append(log_probs.gather(1, tokens[-1]))
-        step, mask = tokens[-1], F.pad(mask, (0, 1), value=1)
-        texts = llm.tokenizer.batch_decode(torch.cat(tokens, 1))
-        eos = llm.tokenizer.eos_token
-        if all("\n\n" in t.strip() or (eos and eos in t) for t in texts):
-            break
-    return [cut_analysis(llm, *row, label) for row in zip(torch.cat(tokens, 1).tolist(), torch.cat(logps, 1).tolist())]
-
-def cut_analysis(llm, ids, logps, label):
-    """The Analysis in sampled tokens: up to the end or blank line for the format, up to "Action:" for the scores."""
-    text = lambda n: llm.tokenizer.decode(ids[:n])
-    first = lambda found: next((n for n in range(1, len(ids) + 1) if found(text(n))), len(ids))
-    ids = ids[:ids.index(llm.tokenizer.eos_token_id)] if llm.tokenizer.eos_token_id in ids else ids
-    ids = ids[:first(lambda t: "\n\n" in t.strip())]
-    good, n = format_ok(text(len(ids))), first(lambda t: "Action:" in t)
-    added = [] if "Action:" in text(n) else llm.ids("\nAction:")
-    return Analysis(ids[:n] + added, logps[:n] + [0.0] * len(added), [1] * n + [0] * len(added), good)
+def ones(rows):
+    """Lists of 1s as long as these: masks come from lengths, never from token ids."""
+    return [[1] * len(r) for r in rows]
 
 def positions_of(mask):
     """Position ids that do not count padding: mask [B, T] -> [B, T]; [0,0,1,1,1] -> [0,0,0,1,2]."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 @torch.no_grad()
+def generate_analyses(llm, prompts, cfg, generator):
+    """What stands between each prompt (token ids) and the action: "Action:" alone, or with --cot an analysis, sampled at temperature 1
+    up to a blank line or EOS.  Its text from the first "Action:" on is cut off: actions are scored, not parsed.  Source: PriorZero 3.2.
+
+    Returns dicts: ids, which end in "Action:"; logps at rollout; written, 1 = token of the LLM; format_ok.
+    """
+    if not cfg.use_cot:
+        label = llm.ids("Action:")
+        return [{"ids": label, "logps": [0.0] * len(label), "written": [0] * len(label), "format_ok": True} for _ in prompts]
+    step, mask, cache, tokens, logps = pad(prompts, llm.device, "left"), pad(ones(prompts), llm.device, "left"), None, [], []
+    for _ in range(cfg.max_cot_len):
+        hidden, cache = llm.hidden(step, positions_of(mask)[:, -step.shape[1]:], mask, cache, keep=True)
+        log_probs = llm.log_probs(hidden[:, -1])
+        tokens.append(step := torch.multinomial(log_probs.exp(), 1, generator=generator))
+        logps.append(log_probs.gather(1, step))
+        mask, rows = F.pad(mask, (0, 1), value=1), torch.cat(tokens, 1).tolist()
+        if all(llm.tokenizer.eos_token_id in row or "\n\n" in llm.tokenizer.decode(row).strip() for row in rows):
+            break
+    return [cut_analysis(llm, *row) for row in zip(rows, torch.cat(logps, 1).tolist())]
+
+def cut_analysis(llm, ids, logps):
+    """The dict of generate_analyses for one row of sampled tokens."""
+    def first(found):
+        return next((n for n in range(1, len(ids) + 1) if found(llm.tokenizer.decode(ids[:n]))), len(ids))
+    ids = ids[:ids.index(llm.tokenizer.eos_token_id)] if llm.tokenizer.eos_token_id in ids else ids
+    ids = ids[:first(lambda text: "\n\n" in text.strip())]
+    good, ids = format_ok(llm.tokenizer.decode(ids)), ids[:first(lambda text: "Action:" in text)]
+    added = [] if "Action:" in llm.tokenizer.decode(ids) else llm.ids("\nAction:")
+    return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added), "format_ok": good}
+
+def answer_ids(llm, action):
+    """The tokens of " <action><eos>": tokenised alone, so that the same tokens are scored, stored and trained."""
+    return llm.ids(f" {action}") + [llm.tokenizer.eos_token_id]
+
+@torch.no_grad()
 def action_logps(llm, contexts, actions):
-    """Log-probabilities of the tokens of " <action><eos>" behind each context: contexts (token ids), actions (a list of texts for each)
-    -> for each context and action a list.  The keys and values of a context are computed once; its actions stand behind it side by
-    side in ONE row, where none sees another.  Source: PriorZero 3.2."""
-    llm_ids = {a: llm.ids(f" {a}") + [llm.tokenizer.eos_token_id] for a in {a for row in actions for a in row}}
-    width = max(map(len, contexts)) + max(sum(len(llm_ids[a]) for a in row) for row in actions)
-    size, head, out = max(1, llm.token_budget // width), llm.model.get_output_embeddings(), []
-    for chunk in (slice(i, i + size) for i in range(0, len(contexts), size)):
-        rows = [[llm_ids[a] for a in row] for row in actions[chunk]]
-        prompt, prompt_mask = pad(contexts[chunk], llm.device, "left")
-        places, own_mask = pad([[n for n, c in enumerate(row) for _ in c] for row in rows], llm.device, "right")  # [B, S] whose token
-        ids = pad([sum(row, []) for row in rows], llm.device, "right")[0]
-        offsets = pad([[i for c in row for i in range(len(c))] for row in rows], llm.device, "right")[0]
-        same = (places[:, :, None] == places[:, None]) & (offsets[:, :, None] >= offsets[:, None]) & own_mask[:, None].bool()
-        seen = torch.cat([prompt_mask[:, None].expand(-1, ids.shape[1], -1).bool(), same], 2)[:, None]  # [B, 1, S, P + S]
-        with llm.autocast():
-            first = llm.model.base_model(input_ids=prompt, attention_mask=prompt_mask, position_ids=positions_of(prompt_mask), use_cache=True)
-            bias = torch.zeros(seen.shape, dtype=first.last_hidden_state.dtype, device=seen.device)
-            later = llm.model.base_model(input_ids=ids, cache=first.cache, use_cache=True, position_ids=prompt_mask.sum(1, True) + offsets,
-                                         attention_mask=bias.masked_fill(~seen, torch.finfo(bias.dtype).min))
-            # The token before: the previous one of the same action, or the context's last.
-            before = torch.where(offsets[..., None] == 0, first.last_hidden_state[:, -1:], later.last_hidden_state.roll(1, 1))
-            b, s = own_mask.nonzero(as_tuple=True)
-            logp = head(before[b, s]).float().log_softmax(-1).gather(1, ids[b, s][:, None])[:, 0].tolist()
-        numbers = iter(logp)
-        out += [[[next(numbers) for _ in c] for c in row] for row in rows]
+    """Log-probabilities of the tokens of " <action><eos>" behind each context (token ids): for each context and action a list.
+    Keys and values of a context are computed once; its actions stand behind it side by side in ONE row, where none sees another."""
+    widest = max(map(len, contexts)) + max(sum(len(answer_ids(llm, a)) for a in row) for row in actions)
+    size, out = max(1, llm.token_budget // widest), []
+    for i in range(0, len(contexts), size):
+        prompts, answers = contexts[i:i + size], [[answer_ids(llm, a) for a in row] for row in actions[i:i + size]]
+        prompt, prompt_mask = pad(prompts, llm.device, "left"), pad(ones(prompts), llm.device, "left")  # [B, P]
+        ids, offset, owner = (pad(rows, llm.device) for rows in zip(*(  # [B, S]: token, place in its action, which action (from 1)
+            (sum(row, []), [k for c in row for k in range(len(c))], [n for n, c in enumerate(row, 1) for _ in c]) for row in answers)))
+        same = (owner[:, :, None] == owner[:, None]) & (offset[:, :, None] >= offset[:, None])
+        seen = torch.cat([prompt_mask[:, None].bool().expand(-1, ids.shape[1], -1), same], 2)[:, None]  # [B, 1, S, P + S]
+        first, cache = llm.hidden(prompt, positions_of(prompt_mask), prompt_mask, keep=True)
+        bias = torch.zeros(seen.shape, dtype=first.dtype, device=llm.device).masked_fill(~seen, torch.finfo(first.dtype).min)
+        later, _ = llm.hidden(ids, prompt_mask.sum(1, True) + offset, bias, cache, keep=True)
+        # What predicts a token: the one before it in the same action, or the context's last.
+        before = torch.where(offset[..., None] == 0, first[:, -1:], later.roll(1, 1))
+        b, s = owner.nonzero(as_tuple=True)
+        logp = iter(llm.log_probs(before[b, s]).gather(1, ids[b, s][:, None])[:, 0].tolist())
+        out += [[[next(logp) for _ in c] for c in row] for row in answers]
     return out
 
 def action_scores(model, prompts, analyses, actions):
     """s(a) = mean over the tokens of " <action><eos>" of log p(token | prompt, analysis, tokens before).  Source: PriorZero 3.2.
 
-    Args: model, a LanguageModel; prompts, analyses: texts or token ids, one for each row; actions: a list of texts for each row.
+    Args: model, a LanguageModel; prompts, analyses: a text or token ids for each row; actions: a list of texts for each row.
     Returns: a list of tensors [A_i], natural logarithm.
     """
-    as_ids = lambda x: x if isinstance(x, list) else model.ids(x)
-    logps = action_logps(model, [as_ids(p) + as_ids(c) for p, c in zip(prompts, analyses)], actions)
-    return [torch.tensor([sum(x) / len(x) for x in row]) for row in logps]
+    contexts = [sum(((x if isinstance(x, list) else model.ids(x)) for x in pair), []) for pair in zip(prompts, analyses)]
+    return [torch.tensor([sum(x) / len(x) for x in row]) for row in action_logps(model, contexts, actions)]
 
 # ---- Playing ------------------------------------------------------------------------------------------------------------
 class Game:
-    """An episode in progress: the observation and actions now, and its steps so far (dicts of plain values, for the checkpoint)."""
-    def __init__(self, agent, task, obs, info, steps=None):
-        self.task, self.steps, self.ret, self.won, self.terminated = task, steps or [], 0.0, False, False
-        self.look(agent, obs, info)
+    """An episode in progress: what is seen now, and its steps so far (dicts of plain values, for replay and checkpoint)."""
+    def __init__(self, agent, task, obs, info, steps=()):
+        self.agent, self.task, self.steps, self.terminated = agent, task, list(steps), False
+        self.look(obs, info)
 
-    def look(self, agent, obs, info):
-        self.obs, self.actions, self.won = obs, info["admissible_actions"][:agent.cfg.num_slots], info["won"]
-        self.task_id, names = info["task_id"], self.actions
-        if agent.cfg.action_slots == "index":
-            names = [f"slot {n}" for n in range(len(self.actions))]
-        self.obs_id, *self.list = agent.bank([obs, *names])
+    def look(self, obs, info):
+        self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.num_slots], info["won"]
+        self.task_id, self.ret = info["task_id"], sum(s["reward"] for s in self.steps)
+        names = self.actions if self.agent.cfg.action_slots == "text" else [f"slot {n}" for n in range(len(self.actions))]
+        self.number, *self.list = self.agent.bank([self.obs, *names])
 
-    def record(self, agent, slot, policy, sample, result):
+    def record(self, slot, policy, prior, result):
         """Append the step just played; returns whether the episode is over."""
         obs, reward, self.terminated, truncated, info = result
-        self.steps.append({"obs": self.obs, "action": self.actions[slot], "reward": reward, "obs_id": self.obs_id, "list": self.list,
-                           "action_id": self.list[slot], "visits": policy[:len(self.list)], "sample": sample})
-        self.ret += reward
-        self.look(agent, obs, info)
+        sample = prior and {**prior, "action": self.actions[slot], "action_logps": prior["action_logps"][slot]}
+        self.steps.append({"text": self.obs, "command": self.actions[slot], "reward": reward, "obs": self.number, "list": self.list,
+                           "action": self.list[slot], "visits": policy[:len(self.list)], "sample": sample})
+        self.look(obs, info)
         return self.terminated or truncated
 
-    def history(self):
-        return [(s["obs"], s["action"], s["reward"]) for s in self.steps]
-
-class Prior(NamedTuple):
-    """The LLM's opinion of one state."""
-    prompt_ids: list
-    analysis: Analysis
-    logps: list  # for each action, of each token of " <action><eos>"
-
 def llm_priors(llm, games, cfg, generator):
-    """A Prior for each game; equal prompts are computed once per LLM version."""
-    keys = [(tuple(encode_prompt(llm, cfg, g.obs, g.actions, g.history())), tuple(g.actions)) for g in games]
-    new = [key for key in dict.fromkeys(keys) if key not in llm.cache]
-    prompts = [list(prompt) for prompt, _ in new]
-    analyses = generate_analyses(llm, prompts, cfg, generator) if new else []
-    contexts = [p + a.ids for p, a in zip(prompts, analyses)]
-    logps = action_logps(llm, contexts, [actions for _, actions in new]) if new else []
-    llm.cache.update({key: Prior(*row) for key, *row in zip(new, prompts, analyses, logps)})
+    """The LLM's view of each game, a dict: prompt (token ids), what generate_analyses returns, action_logps (for each action a list).
+    Equal prompts are computed once per LLM version."""
+    keys = [(tuple(encode_prompt(llm, cfg, g.obs, g.actions, [(s["text"], s["command"], s["reward"]) for s in g.steps])), *g.actions)
+            for g in games]
+    if new := [key for key in dict.fromkeys(keys) if key not in llm.cache]:
+        prompts = [list(key[0]) for key in new]
+        analyses = generate_analyses(llm, prompts, cfg, generator)
+        logps = action_logps(llm, [p + a["ids"] for p, a in zip(prompts, analyses)], [key[1:] for key in new])
+        llm.cache |= {k: {"prompt": p, **a, "action_logps": x} for k, p, a, x in zip(new, prompts, analyses, logps)}
     return [llm.cache[key] for key in keys]
 
 @torch.no_grad()
-def decide(agent, games, num_simulations, temperature, explore, llm_only=False):
-    """Choose an action for every game: LLM prior, fusion at the root, search.  Source: PriorZero table 2.
-    Returns (slots, policies as lists, samples for the LLM's training, figures as tensors [B])."""
-    cfg, llm, C = agent.cfg, agent.llm, agent.cfg.context
-    put = lambda rows, width: pad_sequence([torch.tensor(r + [0] * (width - len(r))) for r in rows], batch_first=True).to(agent.device)
-    recent = [g.steps[len(g.steps) - min(C - 1, len(g.steps)):] for g in games]
-    obs = put([[s["obs_id"] for s in r] + [g.obs_id] for r, g in zip(recent, games)], C)
-    roots = encode_roots(agent.model, agent.bank, obs, put([[s["action_id"] for s in r] for r in recent], C - 1), (obs > 0).sum(1),
-                         put([g.list for g in games], max(len(g.list) for g in games)))
-    logits, priors, scores = roots.logits, [None] * len(games), None
+def decide(agent, games, num_simulations, temperature, noise, generators, llm_only=False):
+    """Choose an action in every game: LLM prior, fusion at the root, search.  Source: PriorZero table 2.
+    Returns lists (places of the actions, policies, priors) and figures, tensors."""
+    cfg, llm, clock = agent.cfg, agent.llm, time.perf_counter()
+    recent = [g.steps[max(len(g.steps) - cfg.context + 1, 0):] for g in games]
+    numbers = ([[*(s["obs"] for s in r), g.number] for r, g in zip(recent, games)], [[s["action"] for s in r] for r in recent],
+               [g.list for g in games])
+    roots = encode_roots(agent.model, agent.bank, *(pad(rows, agent.device) for rows in numbers))
+    logits, priors, seconds_prior = roots.logits, [None] * len(games), 0.0
     if llm is not None:
-        priors = llm_priors(llm, games, cfg, agent.generators["sampling"])
-        scores = pad([[sum(x) / len(x) for x in p.logps] for p in priors], agent.device, "right", torch.float32)[0]
-        wm = logits.softmax(-1)
-        alpha = adaptive_alpha(wm, roots.valid, cfg.alpha_min, cfg.alpha_max) if cfg.adaptive_alpha else cfg.alpha
+        before = time.perf_counter()
+        priors = llm_priors(llm, games, cfg, generators["sampling"])
+        scores = pad([[sum(x) / len(x) for x in p["action_logps"]] for p in priors], agent.device, dtype=torch.float32)
+        alpha = adaptive_alpha(logits.softmax(-1), roots.valid, 0.3, 0.7) if cfg.adaptive_alpha else cfg.alpha
         logits = fuse_root_prior(logits, scores, roots.valid, 1.0 if llm_only else alpha, cfg.prior_temperature)
+        seconds_prior = time.perf_counter() - before
+    policy = root_prior = logits.softmax(-1)
     if cfg.mcts and not llm_only:
-        policy = tree_search(agent.model, roots, logits, cfg, num_simulations, explore, agent.generators["search"]).visit_counts
-    else:
-        policy = logits.softmax(-1)
-    probs = action_probs(policy, temperature)
-    slots = torch.multinomial(probs, 1, generator=agent.generators["search"])[:, 0].tolist()
-    policy = action_probs(policy, 1.0)
-    samples = [p and {"prompt": p.prompt_ids, "ids": p.analysis.ids, "logps": p.analysis.logps, "written": p.analysis.written,
-                      "format_ok": p.analysis.format_ok, "action_logps": p.logps[k], "version": llm.version} for p, k in zip(priors, slots)]
-    entropy = lambda p: torch.special.entr(p).sum(-1)
-    figures = {"visit_entropy": entropy(policy), "prior_entropy": entropy(logits.softmax(-1)), "root_value": roots.value}
-    return slots, policy.tolist(), samples, figures
+        policy = tree_search(agent.model, roots, logits, cfg, num_simulations, noise, generators["search"]).visit_counts
+    slots = torch.multinomial(action_probs(policy, temperature), 1, generator=generators["search"])[:, 0]
+    policy, entropy = action_probs(policy, 1.0), lambda p: torch.special.entr(p).sum(-1)
+    return slots.tolist(), policy.tolist(), priors, {
+        "visit_entropy": entropy(policy), "prior_entropy": entropy(root_prior), "root_value": roots.value,
+        "prior_ms": 1e3 * seconds_prior / len(games), "search_ms": 1e3 * (time.perf_counter() - clock - seconds_prior) / len(games)}
+
+def play(agent, pool, games, *how):
+    """One step in every game (a dict by environment).  Returns (environments whose episode is over, figures)."""
+    *decisions, figures = decide(agent, list(games.values()), *how)
+    clock = time.perf_counter()
+    results = pool.step(list(games), [g.actions[k] for g, k in zip(games.values(), decisions[0])])
+    figures["env_ms"] = 1e3 * (time.perf_counter() - clock) / len(games)
+    return [i for i, *step in zip(games, *decisions, results) if games[i].record(*step)], figures
 
 def collect(agent, pool, games, temperature):
-    """One step in every environment; finished games go to the replay.  Returns (finished games, figures)."""
-    slots, policies, samples, figures = decide(agent, list(games.values()), agent.cfg.num_simulations, temperature, explore=True)
-    clock, finished = time.perf_counter(), []
-    results = pool.step(list(games), [g.actions[k] for g, k in zip(games.values(), slots)])
-    for i, *played in zip(list(games), slots, policies, samples, results):
-        if (game := games[i]).record(agent, *played):
-            place = agent.replay.add(game)
-            if agent.llm is not None:
-                serial = agent.replay.count
-                agent.samples += [s["sample"] | {"action": s["action"], "place": place + t, "serial": serial} for t, s in enumerate(game.steps)]
-            finished.append(game)
-            games[i] = new_game(agent, pool, i)
+    """One step of every environment; finished games go to the replay and are returned, with figures."""
+    over, figures = play(agent, pool, games, agent.cfg.num_simulations, temperature, True, agent.generators)
+    finished = [games[i] for i in over]
+    for i, game in zip(over, finished):
+        first = agent.replay.add(game)
+        if agent.llm and not agent.cfg.freeze_llm:
+            agent.samples += [s["sample"] | {"first": first, "time": t, "serial": agent.replay.count} for t, s in enumerate(game.steps)]
+        games[i] = new_game(agent, pool, i)
+    agent.samples = agent.samples[-agent.phase[1] * agent.cfg.llm_batch:]
     agent.env_steps += len(games)
-    figures["seconds_env"] = time.perf_counter() - clock
     return finished, figures
 
 def new_game(agent, pool, i):
-    """Start the next task of the run's seeded order in environment i."""
-    epoch, n = divmod(agent.tasks_begun, pool.num_tasks)
-    if n == 0 or agent.order is None:
-        agent.order = np.random.default_rng((agent.cfg.seed, epoch)).permutation(pool.num_tasks)
+    """Start a task, drawn by --seed and a counter, in environment i."""
+    task = int(np.random.default_rng((agent.cfg.seed, agent.tasks_begun)).integers(pool.num_tasks))
     agent.tasks_begun += 1
-    return Game(agent, task := int(agent.order[n]), *pool.reset([i], [task])[0])
+    return Game(agent, task, *pool.reset([i], [task])[0])
 
 def evaluate(agent, pool, llm_only=False):
-    """Play tasks 0 .. eval_episodes - 1 once, greedily, without noise: {"return", "solved", "length", "episodes"}; {} if none."""
-    cfg, waiting, played, games = agent.cfg, list(range(min(agent.cfg.eval_episodes, pool.num_tasks))), [], {}
+    """Play tasks 0 .. eval_episodes - 1 once, greedily, without noise, with random numbers of its own.  Returns means, {} if none."""
+    cfg, games, played = agent.cfg, {}, []
+    waiting, generators = list(range(min(cfg.eval_episodes, pool.num_tasks))), make_generators(20260512, agent.device)
     while waiting or games:
-        for i in range(cfg.num_envs):
-            if i not in games and waiting:
-                games[i] = Game(agent, waiting[0], *pool.reset([i], [waiting.pop(0)])[0])
-        slots, policies, samples, _ = decide(agent, list(games.values()), cfg.eval_simulations, 0.0, False, llm_only)
-        results = pool.step(list(games), [g.actions[k] for g, k in zip(games.values(), slots)])
-        for i, *step in zip(list(games), slots, policies, samples, results):
-            if games[i].record(agent, *step):
-                played.append(games.pop(i))
-    mean = lambda xs: float(np.mean(list(xs)))
-    return played and {"return": mean(g.ret for g in played), "solved": mean(g.won for g in played),
-                       "length": mean(len(g.steps) for g in played), "episodes": len(played)}
+        for i in [i for i in range(cfg.num_envs) if i not in games][:len(waiting)]:
+            games[i] = Game(agent, waiting[0], *pool.reset([i], [waiting.pop(0)])[0])
+        over, _ = play(agent, pool, games, cfg.eval_simulations, 0.0, False, generators, llm_only)
+        played += [games.pop(i) for i in over]
+    figures = np.array([(g.ret, g.won, len(g.steps)) for g in played])
+    return dict(zip(("return", "solved", "length"), figures.mean(0).tolist()), episodes=len(played)) if played else {}
 
 # ---- The LLM's phase ----------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def sample_advantages(agent, samples):
-    """A = Q_n - v(z_t) of the target world model for steps in the replay, n-step within real history: -> [N].  Source: PriorZero 3.3."""
+    """A = Q_n - v(z_t) of the target world model for samples in the replay: -> [N], game units.  Source: PriorZero 3.3."""
     cfg, replay, out = agent.cfg, agent.replay, []
-    for part in torch.tensor([s["place"] for s in samples], device=agent.device).split(256):
-        back = replay.data["time"][part].clamp(max=cfg.window - 1 - cfg.td_steps)  # real steps before t in the window
-        w = replay.window(part - back, cfg.window)
+    for part in torch.tensor([(s["first"], s["time"]) for s in samples], device=agent.device).split(256):
+        back = part[:, 1].clamp(max=cfg.window - 1 - cfg.td_steps)  # real steps before t in the window
+        w = replay.window(part.sum(1) - back, cfg.window)
         z, a = encode_texts(agent.target, agent.bank, w.obs, w.action)
         values = agent.target.decode(agent.target.value, agent.target(z, a)[0])
         q = n_step_targets(w.reward[:, :-1], values, w.terminated[:, :-1], w.truncated[:, :-1], cfg.gamma, cfg.td_steps)
@@ -896,183 +839,150 @@ def sample_advantages(agent, samples):
 
 def response_logps(llm, samples):
     """Log-probabilities [B, S] of analysis and action behind each prompt, fp32, 0 on padding, from one forward pass."""
-    rows = [(s["prompt"], s["ids"] + llm.ids(f" {s['action']}") + [llm.tokenizer.eos_token_id]) for s in samples]
-    ids, mask = pad([p + r for p, r in rows], llm.device, "right")
-    scored = pad([[1] * len(r) for _, r in rows], llm.device, "right")[0]  # [B, S]
-    with llm.autocast():
-        hidden = llm.model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False).last_hidden_state
-        b, s = scored.nonzero(as_tuple=True)
-        at = torch.tensor([len(p) - 1 for p, _ in rows], device=llm.device)[b] + s  # the position t predicts token t + 1
-        logits = llm.model.get_output_embeddings()(hidden[b, at])
-    logp = logits.float().log_softmax(-1).gather(1, ids[b, at + 1][:, None])[:, 0]
+    prompts, answers = [s["prompt"] for s in samples], [s["ids"] + answer_ids(llm, s["action"]) for s in samples]
+    rows = [p + a for p, a in zip(prompts, answers)]
+    ids, mask, scored = pad(rows, llm.device), pad(ones(rows), llm.device), pad(ones(answers), llm.device)
+    b, s = scored.nonzero(as_tuple=True)
+    at = torch.tensor([len(p) - 1 for p in prompts], device=llm.device)[b] + s  # position t predicts token t + 1
+    logp = llm.log_probs(llm.hidden(ids, positions_of(mask), mask)[0][b, at]).gather(1, ids[b, at + 1][:, None])[:, 0]
     return torch.zeros(scored.shape, device=llm.device).index_put((b, s), logp)
 
 def swap_start(llm, start):
-    """Exchange the trained weights with the frozen start (the KL term's reference), in place."""
+    """Exchange the trained weights with their frozen start (the reference of the KL term), in place."""
     for name, p in trainable(llm.model).items():
         p.data, start[name] = start[name], p.data
 
-def llm_batch_loss(agent, samples, advantages):
-    """Backpropagate the loss of one batch of samples in micro-batches (the gradient does not depend on their size).
-    Returns sums over the LLM's tokens [5]: tokens, loss, clipped, KL, |first ratio - 1|'s maximum."""
-    cfg, llm = agent.cfg, agent.llm
-    length = max(len(s["prompt"]) + len(s["ids"]) + len(s["action_logps"]) for s in samples)
-    size, sums = max(1, cfg.token_budget // length), torch.zeros(5, device=llm.device)
+def backward_llm(agent, samples, advantages):
+    """Backpropagate one batch of samples in micro-batches; the gradient does not depend on their size.
+    Returns sums over the LLM's tokens [5]: tokens, loss, clipped, KL, |ratio - 1|."""
+    cfg, llm, sums = agent.cfg, agent.llm, 0
+    size = max(1, cfg.token_budget // max(len(s["prompt"]) + len(s["ids"]) + len(s["action_logps"]) for s in samples))
     num_tokens = sum(sum(s["written"]) + len(s["action_logps"]) for s in samples)
     for i in range(0, len(samples), size):
         part, advantage = samples[i:i + size], advantages[i:i + size]
-        float_rows = lambda rows: pad(rows, llm.device, "right", torch.float32)[0]
-        old_logp = float_rows([s["logps"] + s["action_logps"] for s in part])
-        cot_mask = float_rows([s["written"] + [0] * len(s["action_logps"]) for s in part])
-        action_mask = float_rows([[0] * len(s["ids"]) + [1] * len(s["action_logps"]) for s in part])
-        mask, weights = cot_mask + action_mask, token_weights(cot_mask, action_mask, cfg.w_cot)
+        old_logp, cot_mask, action_mask = (pad(rows, llm.device, dtype=torch.float32) for rows in zip(*(
+            (s["logps"] + a, s["written"] + [0] * len(a), [0] * len(s["ids"]) + [1] * len(a)) for s in part for a in [s["action_logps"]])))
         with torch.no_grad():
             swap_start(llm, agent.llm_start)
             ref_logp = response_logps(llm, part) if cfg.kl_coef else old_logp
             swap_start(llm, agent.llm_start)
-        logp = response_logps(llm, part)
-        if cfg.loss == "sft":  # imitation: the gradient of -log p of the action that search chose
+        logp, mask = response_logps(llm, part), cot_mask + action_mask
+        if cfg.loss == "sft":  # with ratio 1 and advantage 1 the gradient is that of -log p of what search chose
             old_logp, advantage = logp.detach(), torch.ones_like(advantage)
-        loss = ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, cfg.clip, cfg.kl_coef, num_tokens)
+        loss = ppo_loss(logp, old_logp, ref_logp, advantage, token_weights(cot_mask, action_mask, cfg.w_cot), mask, cfg.clip,
+                        cfg.kl_coef, num_tokens)
         loss.backward()
-        ratio = ((logp - old_logp).detach() * mask).exp()
-        clipped = torch.where(advantage[:, None] > 0, ratio > 1 + cfg.clip, ratio < 1 - cfg.clip) * mask
-        sums += torch.stack([mask.sum(), loss.detach() * num_tokens, clipped.sum(), (k3_kl(logp.detach(), ref_logp) * mask).sum(),
-                             ((ratio - 1).abs() * mask).sum()])
+        logp = logp.detach()
+        change = ((logp - old_logp) * mask).expm1()  # ratio - 1
+        sums += torch.stack([mask.sum(), loss.detach() * num_tokens, (change * advantage[:, None].sign() > cfg.clip).sum(),
+                             (k3_kl(logp, ref_logp) * mask).sum(), change.abs().sum()])
     return sums
 
 def train_llm(agent):
-    """One LLM phase: --llm_updates optimiser steps on the samples since the last phase.  Returns its figures.  Source: PriorZero 3.3."""
-    cfg, llm, count = agent.cfg, agent.llm, agent.phase_llm
-    serial = agent.replay.data["serial"]
-    samples = [s for s in agent.samples[-count * cfg.llm_batch:] if int(serial[s["place"]]) == s["serial"]]
+    """One LLM phase: optimiser steps on the samples since the last phase.  Returns its figures.  Source: PriorZero 3.3."""
+    cfg, llm, serial, sums, norms, order = agent.cfg, agent.llm, agent.replay.data["serial"], [], [], []
+    samples = [s for s in agent.samples if int(serial[s["first"]]) == s["serial"]]  # those that the replay still holds
     if not samples:
         return {}
-    raw = sample_advantages(agent, samples)
-    good = [s["format_ok"] for s in samples]
+    raw, good = sample_advantages(agent, samples).to(llm.device), [s["format_ok"] for s in samples]
     advantages = normalize_advantages(raw)
     if cfg.use_cot:
         advantages = blend_format_reward(advantages, good, cfg.format_weight)
-    sums, norms, order = [], [], []
-    for _ in range(count):
-        if len(order) < min(cfg.llm_batch, len(samples)):
-            order = torch.randperm(len(samples), generator=agent.generators["mini_batches"]).tolist()
+    for _ in range(agent.phase[1]):
+        order = order or torch.randperm(len(samples), generator=agent.generators["mini_batches"]).tolist()
         batch, order = order[:cfg.llm_batch], order[cfg.llm_batch:]
-        agent.llm_optimizer.param_groups[0]["lr"] = cfg.llm_lr * agent.llm_schedule()
-        sums.append(llm_batch_loss(agent, [samples[n] for n in batch], advantages[batch].to(llm.device)))
-        norms.append(nn.utils.clip_grad_norm_(trainable(llm.model).values(), cfg.llm_grad_norm))
-        if not bool(torch.isfinite(norms[-1])):
-            raise FloatingPointError(f"LLM update {llm.version}: non-finite loss or gradient, replay places {[samples[n]['place'] for n in batch]}")
-        agent.llm_optimizer.step()
-        agent.llm_optimizer.zero_grad(set_to_none=True)
+        agent.llm_optimizer.param_groups[0]["lr"] = cfg.llm_lr * llm_schedule(agent)
+        sums.append(backward_llm(agent, [samples[n] for n in batch], advantages[batch]))
+        norms.append(optimizer_step(agent.llm_optimizer, trainable(llm.model).values(), 1.0, f"LLM update {llm.version}",
+                                    [samples[n]["first"] for n in batch]))
         llm.version += 1
-    llm.cache.clear()  # the priors of the old weights
-    agent.samples = []
+    llm.cache, agent.samples = {}, []  # the priors of the old weights, and what they made search collect
     tokens, loss, clipped, kl, _ = torch.stack(sums).sum(0).tolist()
-    first = sums[0].tolist()
-    return {"llm_loss": loss / tokens, "llm_clip_frac": clipped / tokens, "llm_kl": kl / tokens, "llm_grad_norm": float(torch.stack(norms).mean()),
-            "advantage_mean": float(raw.mean()), "advantage_std": float(raw.std()), "llm_samples": len(samples),
-            "format_ok": float(np.mean(good)), "first_ratio_deviation": first[4] / first[0], "llm_version": llm.version}
+    return {"llm_loss": loss / tokens, "llm_clip_frac": clipped / tokens, "llm_kl": kl / tokens, "llm_grad_norm": torch.stack(norms),
+            "advantage": raw, "llm_samples": len(samples), "format_ok": np.mean(good), "first_ratio_deviation": sums[0][4] / sums[0][0]}
+
+def llm_schedule(agent):
+    """Share of --llm_lr: warm-up over 3 % of the run's LLM updates, then a cosine down to a tenth.  Source: PriorZero, appendix."""
+    total = max(1.0, agent.cfg.env_steps * agent.cfg.replay_ratio * agent.phase[1] / agent.phase[0])
+    cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(agent.llm.version / total, 1.0)))
+    return min(1.0, (agent.llm.version + 1) / (0.03 * total + 1)) * cosine
 
 # ---- Agent, checkpoints, files ------------------------------------------------------------------------------------------
+def make_generators(seed, device):
+    """Named generators: switching one feature on leaves the random numbers of the others alone."""
+    return {name: torch.Generator(device if name in ("search", "sampling") else "cpu").manual_seed(seed + k)
+            for k, name in enumerate(("search", "sampling", "replay", "mini_batches"))}
+
 class Agent:
-    """Everything that a run changes: networks, optimisers, replay, counters, random generators."""
+    """All that a run changes: networks, optimisers, replay, counters, random generators."""
     def __init__(self, cfg):
         random.seed(cfg.seed), np.random.seed(cfg.seed), torch.manual_seed(cfg.seed)
-        self.cfg, self.device = cfg, cfg.torch_device
-        self.generators = {name: torch.Generator(self.device if name != "replay" and name != "mini_batches" else "cpu").manual_seed(cfg.seed + k)
-                           for k, name in enumerate(("search", "sampling", "replay", "mini_batches"))}
+        self.cfg, self.device, self.phase, self.generators = cfg, cfg.torch_device, cfg.phase, make_generators(cfg.seed, cfg.torch_device)
         self.bank = TextBank(cfg)
         self.model = WorldModel(cfg, self.bank.features.shape[1]).to(self.device)
         self.target = copy.deepcopy(self.model).eval().requires_grad_(False)
-        matrices, others = [[p for p in self.model.parameters() if (p.dim() > 1) == m] for m in (True, False)]
-        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": cfg.wm_weight_decay}, {"params": others, "weight_decay": 0.0}],
-                                           lr=cfg.wm_lr, betas=(0.9, 0.95), fused=True)
-        self.replay = Replay(cfg.replay_size, cfg.num_slots, self.device)
-        self.llm, self.samples, self.order = None, [], None
+        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == decay], "weight_decay": 1e-4 * decay} for decay in (True, False)]
+        self.optimizer = torch.optim.AdamW(groups, lr=cfg.wm_lr, betas=(0.9, 0.95), fused=True)
+        self.replay, self.samples = Replay(cfg.replay_size, cfg.num_slots, self.device), []
         self.env_steps = self.wm_updates = self.phase_start = self.tasks_begun = 0
-        self.phase_wm, self.phase_llm, self.phase_first = cfg.phase
-        if cfg.alpha > 0 or cfg.llm_only:
-            self.llm = load_llm(cfg)
+        self.llm = load_llm(cfg) if cfg.alpha > 0 or cfg.llm_only else None
+        if self.llm:
             self.llm_start = {n: p.detach().clone() for n, p in trainable(self.llm.model).items()}
             self.llm_optimizer = torch.optim.AdamW(trainable(self.llm.model).values(), lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
-    def llm_schedule(self):
-        """Warm-up over 3 % of the LLM's updates, then a cosine down to a tenth.  Source: PriorZero, appendix."""
-        total = max(1.0, self.cfg.env_steps * self.cfg.replay_ratio * self.phase_llm / self.phase_wm)
-        done = min(self.llm.version / total, 1.0)
-        return min(1.0, (self.llm.version + 1) / (0.03 * total + 1)) * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
+COUNTERS = ("env_steps", "wm_updates", "phase_start", "tasks_begun", "samples")
 RESUMABLE = {"env_steps", "device", "run_dir", "env_workers", "eval_every", "eval_episodes", "log_every", "save_every", "baseline"}
-COUNTERS = ("env_steps", "wm_updates", "phase_start", "tasks_begun")
-
-def atomic_write(path, write):
-    """Call write(temporary path), then rename it to path: a crash or a full disk leaves the old file whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 def save_checkpoint(path, agent, games, results):
-    """All that an exact continuation needs."""
-    llm = agent.llm and {"version": agent.llm.version, "weights": trainable(agent.llm.model), "start": agent.llm_start,
-                         "optimizer": agent.llm_optimizer.state_dict()}
+    """All that an exact continuation needs, to a temporary name that is renamed: a crash leaves the old file whole."""
+    llm, replay = agent.llm, agent.replay
     state = {"config": dataclasses.asdict(agent.cfg), "model": agent.model.state_dict(), "target": agent.target.state_dict(),
-             "optimizer": agent.optimizer.state_dict(), "texts": list(agent.bank.index), "features": agent.bank.features,
-             "replay": agent.replay.data, "replay_write": (agent.replay.write, agent.replay.count), "llm": llm, "samples": agent.samples,
-             "counters": {name: getattr(agent, name) for name in COUNTERS}, "results": results, "torch_rng": torch.get_rng_state(),
+             "optimizer": agent.optimizer.state_dict(), "texts": list(agent.bank.index), "features": agent.bank.features, "results": results,
+             "replay": (replay.data, replay.write, replay.count), "counters": {name: getattr(agent, name) for name in COUNTERS},
+             "llm": llm and (trainable(llm.model), agent.llm_start, agent.llm_optimizer.state_dict(), llm.version),
              "games": {i: (g.task, g.steps) for i, g in games.items()}, "generators": {k: g.get_state() for k, g in agent.generators.items()}}
-    atomic_write(path, lambda temporary: torch.save(state, temporary))
+    temporary = path.with_name(path.name + ".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+    if llm:
+        llm.cache.clear()  # as after --resume: a prior computed anew, in another batch, may differ in its last bit
 
 def load_checkpoint(path):
     """Read a checkpoint (weights_only: nothing but tensors and plain values is unpickled).  Raises InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        Config(**state["config"]), state["model"], state["replay"], state["games"]
+        Config(**state["config"]), state["model"], state["replay"], state["games"], state["llm"]
     except Exception as error:  # torch.load fails in many ways on a missing or damaged file; all mean the same to the user
         raise InputError(f"{path}: not a readable checkpoint of priorzero.py ({type(error).__name__}); name another one") from error
     return state
 
 def restore(agent, state, path):
     """Put a checkpoint back into an agent.  Raises InputError where the shapes differ."""
-    agent.bank.index, agent.bank.features = {t: n for n, t in enumerate(state["texts"])}, state["features"].to(agent.device)
-    pairs = [(agent.model.state_dict(), state["model"])]
-    if agent.llm and state["llm"]:
-        pairs.append((trainable(agent.llm.model), state["llm"]["weights"]))
-    for own, saved in pairs:
-        if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in saved.items()}:
-            raise InputError(f"{path}: its weights have another shape than this model; give the sizes it was made with")
-    agent.model.load_state_dict(state["model"])
-    agent.target.load_state_dict(state["target"])
-    agent.optimizer.load_state_dict(state["optimizer"])
-    if agent.llm and state["llm"]:
-        with torch.no_grad():
-            for name, p in trainable(agent.llm.model).items():
-                p.copy_(state["llm"]["weights"][name])
-        agent.llm_start = {n: p.to(agent.device) for n, p in state["llm"]["start"].items()}
-        agent.llm.version = state["llm"]["version"]
-        agent.llm_optimizer.load_state_dict(state["llm"]["optimizer"])
-    agent.replay.data = {k: v.to(agent.device) for k, v in state["replay"].items()}
-    (agent.replay.write, agent.replay.count), agent.replay.starts, agent.samples = state["replay_write"], None, state["samples"]
-    torch.set_rng_state(state["torch_rng"])
-    for name, value in state["counters"].items():
-        setattr(agent, name, value)
+    llm = agent.llm and state["llm"]
+    pairs = [(agent.model.state_dict(), state["model"])] + ([(trainable(agent.llm.model), llm[0])] if llm else [])
+    if any({n: p.shape for n, p in own.items()} != {n: p.shape for n, p in saved.items()} for own, saved in pairs):
+        raise InputError(f"{path}: its weights have another shape than this model; give the sizes it was made with")
+    for name in ("model", "target", "optimizer"):
+        getattr(agent, name).load_state_dict(state[name])
+    agent.bank.index, agent.bank.features = {text: n for n, text in enumerate(state["texts"])}, state["features"].to(agent.device)
+    data, agent.replay.write, agent.replay.count = state["replay"]
+    agent.replay.data, agent.replay.starts = {name: x.to(agent.device) for name, x in data.items()}, None
+    vars(agent).update(state["counters"])
     for name, generator in agent.generators.items():
         generator.set_state(state["generators"][name])
+    if llm:
+        weights, start, optimizer, agent.llm.version = llm
+        for name, p in trainable(agent.llm.model).items():
+            p.data.copy_(weights[name])
+            agent.llm_start[name] = start[name].to(agent.device)
+        agent.llm_optimizer.load_state_dict(optimizer)
 
-def resume_games(agent, pool, saved):
-    """Bring the environments back to where they were: the same tasks, the same actions again."""
-    games = {}
-    for i, (task, steps) in saved.items():
-        result = pool.reset([i], [task])[0]
-        for step in steps:
-            obs, _, _, _, info = pool.step([i], [step["action"]])[0]
-            result = obs, info
-        games[i] = Game(agent, task, *result, steps)
-        games[i].ret = sum(s["reward"] for s in steps)
-    return games
+def resume_game(agent, pool, i, task, steps):
+    """Bring environment i back to where it was: the same task, the same actions again."""
+    obs, info = pool.reset([i], [task])[0]
+    for step in steps:
+        obs, *_, info = pool.step([i], [step["command"]])[0]
+    return Game(agent, task, obs, info, steps)
 
 def open_run_dir(cfg, resume):
     """Create the run's folder; raises InputError where it cannot be written or already holds a run."""
@@ -1081,108 +991,103 @@ def open_run_dir(cfg, resume):
         raise InputError(f"--run_dir {path}: it already holds a run; add --resume to go on with it, or name another folder")
     try:
         (path / "transcripts").mkdir(parents=True, exist_ok=True)
-        atomic_write(path / "config.json", lambda t: t.write_text(json.dumps(dataclasses.asdict(cfg), indent=1)))
+        (path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
     except OSError as error:
         raise InputError(f"--run_dir {path}: cannot write there ({error.strerror})") from error
     return path
 
 class Log:
     """What a run prints and writes: header, progress bar, a line and a JSON object every --log_every steps, transcripts."""
+    shown = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm "
+             "llm_kl llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
+
     def __init__(self, run_dir, agent):
-        self.run_dir, self.cfg, self.sums, self.finished, self.clock = run_dir, agent.cfg, defaultdict(list), [], time.perf_counter()
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (agent.model, agent.llm.model if agent.llm else nn.Module())]
-        print(f"priorzero.py: world model of {sizes[0]:,} parameters, " + (f"{agent.cfg.model} LLM of {sizes[1]:,}" if agent.llm else "no LLM (UniZero)")
-              + f" on {agent.device}, {agent.cfg.env}, alpha {agent.cfg.alpha}, seed {agent.cfg.seed}; files in {run_dir}")
-        path = run_dir / "metrics.jsonl"  # on resume: drop the lines written after the checkpoint
-        lines = [line for line in path.read_text().splitlines() if json.loads(line)["env_steps"] <= agent.env_steps] if path.exists() else []
-        atomic_write(path, lambda t: t.write_text("".join(line + "\n" for line in lines)))
-        self.bar = tqdm(total=agent.cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step")
+        cfg, parameters = agent.cfg, [sum(p.numel() for p in m.parameters()) for m in (agent.model, agent.llm and agent.llm.model) if m]
+        self.path, self.values, self.finished, self.clock = run_dir / "metrics.jsonl", defaultdict(list), [], time.perf_counter()
+        print(f"priorzero.py: {f'PriorZero, LLM {cfg.model}' if agent.llm else 'UniZero'}, {cfg.env}, alpha {cfg.alpha:g}, seed {cfg.seed}, "
+              f"{agent.device}; {' + '.join(f'{n:,}' for n in parameters)} parameters; files in {run_dir}")
+        lines = self.path.read_text().splitlines(True) if self.path.exists() else []  # on resume: drop what the checkpoint does not know
+        self.path.write_text("".join(line for line in lines if json.loads(line)["env_steps"] <= agent.env_steps))
+        self.bar = tqdm(total=cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step", mininterval=1.0)
 
     def add(self, figures, finished=()):
         self.finished += finished
         for name, value in figures.items():
-            self.sums[name].append(torch.as_tensor(value, dtype=torch.float32).mean())
+            self.values[name].append(torch.as_tensor(value, dtype=torch.float32).mean())
 
     def write(self, agent, result):
-        """One line of means since the last one."""
-        mean, n = lambda xs: float(np.mean(list(xs))) if xs else None, len(self.sums["seconds_search"]) * self.cfg.num_envs
+        """Means since the last line; after an episode a transcript too."""
         row = {"env_steps": agent.env_steps, "wm_updates": agent.wm_updates, "llm_version": agent.llm.version if agent.llm else 0,
-               "return": mean([g.ret for g in self.finished]), "solved": mean([float(g.won) for g in self.finished]),
-               "episode_len": mean([len(g.steps) for g in self.finished]), "episodes": len(self.finished),
-               **{k: float(torch.stack(v).mean()) for k, v in self.sums.items() if v}, **{f"eval_{k}": v for k, v in result.items()},
-               "search_ms": 1e3 * float(sum(self.sums["seconds_search"])) / max(n, 1), "seconds": time.perf_counter() - self.clock}
-        with open(self.run_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        shown = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm llm_kl "
-                 "llm_clip_frac search_ms update_ms eval_return eval_solved")
-        tqdm.write(f"step {agent.env_steps}: " + "  ".join(f"{k} {row[k]:.3g}" for k in shown.split() if row.get(k) is not None))
+               "episodes": len(self.finished), "seconds": time.perf_counter() - self.clock}
+        row |= {name: float(torch.stack(values).mean()) for name, values in self.values.items()}
         if self.finished:
-            (self.run_dir / "transcripts" / f"step_{agent.env_steps:07d}.txt").write_text(transcript(self.finished[-1]))
-        self.sums, self.finished, self.clock = defaultdict(list), [], time.perf_counter()
+            games = np.array([(g.ret, g.won, len(g.steps)) for g in self.finished])
+            row |= dict(zip(("return", "solved", "episode_len"), games.mean(0).tolist())) | {"best_return": games[:, 0].max()}
+            (self.path.parent / "transcripts" / f"step_{agent.env_steps:07d}.txt").write_text(transcript(self.finished[-1]))
+        row |= {f"eval_{name}": value for name, value in result.items()}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        tqdm.write(f"step {agent.env_steps}: " + "  ".join(f"{name} {row[name]:.3g}" for name in self.shown if name in row))
+        self.values, self.finished, self.clock = defaultdict(list), [], time.perf_counter()
 
 def transcript(game):
     """One episode as readable text."""
     lines = [f"{game.task_id}: {'solved' if game.won else 'not solved'}, return {game.ret:g}"]
     for t, s in enumerate(game.steps):
-        lines += [f"\n[{t}] {s['obs']}", f"    > {s['action']}    (reward {s['reward']:+g})"]
+        lines += [f"\n[{t}] {s['text']}", f"    > {s['command']}    (reward {s['reward']:+g})"]
     return "\n".join(lines + [f"\n[end] {game.obs}\n"])
 
 # ---- The run ------------------------------------------------------------------------------------------------------------
 def learn(agent, log):
-    """The updates that are due (--replay_ratio), and an LLM phase after every --wm_updates of them.  Source: PriorZero table 2."""
+    """The world-model updates that are due by --replay_ratio; whenever a phase of them is complete, the LLM's phase."""
     cfg = agent.cfg
-    while agent.env_steps >= cfg.warmup_steps and agent.wm_updates < (agent.env_steps - cfg.warmup_steps) * cfg.replay_ratio and agent.replay.count:
+    while agent.replay.count and agent.wm_updates < cfg.replay_ratio * (agent.env_steps - cfg.warmup_steps):
         clock = time.perf_counter()
-        log.add(update_world_model(agent, cfg))
-        log.add({"update_ms": 1e3 * (time.perf_counter() - clock)})
-        due = max(agent.phase_start + agent.phase_wm, agent.phase_first)
-        if agent.llm and not cfg.freeze_llm and agent.wm_updates >= due:
+        log.add(update_world_model(agent) | {"update_ms": 1e3 * (time.perf_counter() - clock)})
+        if agent.llm and not cfg.freeze_llm and agent.wm_updates >= max(agent.phase_start + agent.phase[0], agent.phase[2]):
             agent.phase_start, clock = agent.wm_updates, time.perf_counter()
-            log.add(train_llm(agent))
-            log.add({"seconds_llm": time.perf_counter() - clock})
+            log.add(train_llm(agent) | {"llm_phase_s": time.perf_counter() - clock})
 
 def train(cfg, state=None):
-    """PriorZero's loop, with evaluation before and after.  Returns {row of the table: result}."""
-    agent = Agent(cfg)
+    """PriorZero's loop (UniZero's at alpha 0) with evaluations; `state`: a checkpoint to continue.  Returns (results, run folder)."""
+    agent, name, interrupted = Agent(cfg), "PriorZero" if cfg.alpha else "UniZero", []
     with (EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(False)) as pool,
           EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(True)) as eval_pool):
         run_dir = open_run_dir(cfg, resume=state is not None)
         if state:
             restore(agent, state, run_dir)
-        log, name = Log(run_dir, agent), "PriorZero" if agent.llm else "UniZero"
-        results = state["results"] if state else {f"{name} before": evaluate(agent, eval_pool)}
-        if agent.llm and not state:
-            results["LLM alone before"] = evaluate(agent, eval_pool, llm_only=True)
-        games = resume_games(agent, pool, state["games"]) if state else {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
-        interrupted = []  # Ctrl-C ends the run after the step in progress; a second Ctrl-C ends it at once
+            results, games = state["results"], {i: resume_game(agent, pool, i, *game) for i, game in state["games"].items()}
+        else:
+            results, games = {f"{name} before": evaluate(agent, eval_pool)}, {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
+            results |= {"LLM alone before": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
+        log = Log(run_dir, agent)
+        # Ctrl-C ends the run after the step in progress; a second Ctrl-C ends it at once.
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
         while agent.env_steps < cfg.env_steps:
-            clock, before = time.perf_counter(), agent.env_steps
-            progress = min(1.0, 2 * agent.env_steps / cfg.env_steps)
-            finished, figures = collect(agent, pool, games, cfg.temperature + progress * (cfg.final_temperature - cfg.temperature))
-            log.add(figures | {"seconds_search": time.perf_counter() - clock - figures["seconds_env"]}, finished)
+            before, cooled = agent.env_steps, min(1.0, 2 * agent.env_steps / cfg.env_steps)
+            finished, figures = collect(agent, pool, games, cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature))
+            log.add(figures, finished)
             learn(agent, log)
             log.bar.update(cfg.num_envs)
-            due = lambda every: every and agent.env_steps // every > before // every
-            result = evaluate(agent, eval_pool) if due(cfg.eval_every) and agent.env_steps < cfg.env_steps else {}
             last = agent.env_steps >= cfg.env_steps or interrupted
-            if due(cfg.log_every) or result or last:
+            evaluated, logged, saved = (every and agent.env_steps // every > before // every
+                                        for every in (cfg.eval_every, cfg.log_every, cfg.save_every))
+            result = evaluate(agent, eval_pool) if evaluated and not last else {}
+            if logged or result or last:
                 log.write(agent, result)
-            if due(cfg.save_every) or last:
+            if saved or last:
                 save_checkpoint(run_dir / "checkpoint.pt", agent, games, results)
             if interrupted:
                 raise KeyboardInterrupt
-        results[f"{name} after"] = evaluate(agent, eval_pool)
-        if agent.llm:
-            results["LLM alone after"] = evaluate(agent, eval_pool, llm_only=True)
+        results |= {f"{name} after": evaluate(agent, eval_pool)}
+        results |= {"LLM alone after": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
     (run_dir / "result.json").write_text(json.dumps(results))
     return results, run_dir
 
 def table(results):
     """The end of a run: one row for each agent."""
-    lines = ["".ljust(18) + "return    solved    length  episodes"]
-    lines += [f"{name:15s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:10.1f}{r['episodes']:10d}" for name, r in results.items() if r]
-    return "\n".join(lines)
+    rows = [f"{name:17s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:9.1f}{r['episodes']:10d}" for name, r in results.items() if r]
+    return "\n".join(["                    return    solved   length  episodes", *rows])
 
 def parse_arguments(argv):
     """(explicit settings, mode arguments): a flag per Config field, and the flags that choose what to do."""
@@ -1197,13 +1102,12 @@ def parse_arguments(argv):
     parser.add_argument("--plot", nargs="+", metavar="RUN", help="draw the curves of run folders to curves.png instead of training")
     parser.add_argument("--warm_start", action="store_true", help="make the tiny LM anew in tiny_lm_babyai/ (README: how long)")
     arguments = vars(parser.parse_args(argv))
-    modes = {k: arguments.pop(k) for k in ("resume", "eval", "plot", "warm_start") if k in arguments}
-    return arguments, modes
+    return arguments, {k: arguments.pop(k) for k in ("resume", "eval", "plot", "warm_start") if k in arguments}
 
 def main(argv=None):
     """Run what the command line asks for."""
     explicit, modes = parse_arguments(argv)
-    cfg = Config(**PRESETS.get(explicit.get("env", "babyai"), {}) | explicit)
+    cfg, state = Config(**PRESETS.get(explicit.get("env"), {}) | explicit), None
     cfg.validate()
     if "plot" in modes:
         from benchmarks.plot import plot
@@ -1211,25 +1115,24 @@ def main(argv=None):
     if "warm_start" in modes:
         from tiny_lm_babyai import make  # not part of the method: it stands in for the pretraining of a real LLM
         return make.main(cfg)
-    state = None
     if "eval" in modes or "resume" in modes:
         path = Path(modes.get("eval") or modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
         state = load_checkpoint(path)
         cfg = Config(**state["config"] | {"run_dir": str(path.parent)} | explicit)  # a checkpoint's settings, and the flags given
         cfg.validate()
-        for name, value in explicit.items():
-            if "resume" in modes and name not in RESUMABLE and value != state["config"][name]:
-                raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")
     if "eval" in modes:
         restore(agent := Agent(cfg), state, path)
         with EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(True)) as pool:
             return print(table({"LLM alone" if cfg.llm_only else "evaluation": evaluate(agent, pool, cfg.llm_only)}))
+    for name, value in explicit.items() if state else ():
+        if name not in RESUMABLE and value != state["config"][name]:
+            raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")
     results, run_dir = train(cfg, state)
-    if cfg.baseline and cfg.alpha > 0 and cfg.env_steps:
+    if cfg.baseline and cfg.alpha:
         other = run_dir / "unizero"
-        base = load_checkpoint(other / "checkpoint.pt") if state and (other / "checkpoint.pt").exists() else None
-        results |= train(dataclasses.replace(cfg, alpha=0.0, run_dir=str(other)), base)[0]
-    print(f"\n{cfg.env}, {cfg.eval_episodes} unseen episodes, {cfg.env_steps} environment steps:\n{table(results)}\nfiles in {run_dir}")
+        known = load_checkpoint(other / "checkpoint.pt") if state and (other / "checkpoint.pt").exists() else None
+        results |= train(dataclasses.replace(cfg, alpha=0.0, run_dir=str(other)), known)[0]
+    print(f"\n{cfg.env}, {cfg.env_steps} environment steps; evaluation on unseen seeds:\n{table(results)}\nfiles in {run_dir}")
 
 
 if __name__ == "__main__":
