@@ -26,10 +26,9 @@ action token embeds the command, and the policy scores the commands of the state
 """
 
 import argparse, copy, dataclasses, difflib, json, math, os, random, re, signal, sys, time, zlib
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +49,8 @@ from mcts import Root, Step, action_probs, search
 disable_progress_bar()
 TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
 PRESETS = {"babyai": {}, "jericho": dict(gamma=0.95)}  # defaults that differ between environments
-PANELS = ("return", "solved", "episode_len", "eval_return", "visit_entropy", "prior_entropy", "value_loss", "llm_kl")
+SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm llm_kl "
+         "llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
 
 # ---- Settings -----------------------------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=None, high=None):
@@ -173,7 +173,7 @@ class Config:
             if not ok:
                 raise InputError(f"--{name} {getattr(self, name)}: {allowed}")
 
-# ---- The formulas: values -----------------------------------------------------------------------------------------------
+# ---- The formulas -------------------------------------------------------------------------------------------------------
 def simnorm(x, group):
     """Softmax within groups of `group` neighbours: [..., D] -> [..., D], each group sums to 1.  Source: UniZero, SimNorm."""
     return x.unflatten(-1, (-1, group)).softmax(-1).flatten(-2)
@@ -191,7 +191,7 @@ def inverse_value_transform(y):
     return y.sign() * ((2 * a / ((1 + 0.004 * a).sqrt() + 1)) ** 2 - 1)
 
 def two_hot(x, support):
-    """Weights on the two bins next to x, whose mean is x: [...] -> [..., M], rows sum to 1; beyond the ends: the end bin.
+    """Weights on the two bins next to x, with mean x: [...] -> [..., M], rows sum to 1; beyond the ends: the end bin.
     Args: x in the support's units (h-space here); support [M], ascending in steps of 1.  Source: UniZero 3.2; MuZero, appendix F.
     >>> two_hot(torch.tensor([1.25]), torch.arange(4.))
     tensor([[0.0000, 0.7500, 0.2500, 0.0000]])
@@ -211,15 +211,14 @@ def n_step_targets(rewards, values, terminated, truncated, gamma, n):
     >>> n_step_targets(torch.tensor([1., 0, 2]), torch.full((4,), 10.), torch.tensor([0, 0, 1]), torch.zeros(3), 0.9, 5)
     tensor([2.6200, 1.8000, 2.0000])
     """
-    returns, last = values, values[..., -1:]
+    returns = values
     for _ in range(n):
         after = torch.where(truncated.bool(), values[..., 1:], returns[..., 1:]).masked_fill(terminated.bool(), 0.0)
-        returns = torch.cat([rewards + gamma * after, last], -1)
+        returns = torch.cat([rewards + gamma * after, values[..., -1:]], -1)
     return returns[..., :-1]
 
-# ---- The formulas: prior and LLM loss -----------------------------------------------------------------------------------
 def fuse_root_prior(wm_logits, llm_scores, valid_mask, alpha, temperature):
-    """Root logits log((1 - alpha) pi_WM + alpha pi_LLM + 1e-8); both are masked first and normalised over valid actions only.
+    """Root logits log((1 - alpha) pi_WM + alpha pi_LLM + 1e-8); both are masked first, then normalised over the valid actions.
 
     Args: wm_logits, llm_scores (mean log-probability per token), valid_mask, all [B, A]; alpha in [0, 1], a number or [B];
         temperature of the scores.  Returns: [B, A], -inf where invalid.  Source: PriorZero 3.2.
@@ -230,9 +229,7 @@ def fuse_root_prior(wm_logits, llm_scores, valid_mask, alpha, temperature):
     return ((1 - alpha) * wm + alpha * llm + 1e-8).log().masked_fill(invalid, -torch.inf)
 
 def adaptive_alpha(wm_probs, valid_mask, alpha_min, alpha_max):
-    """alpha_min + (alpha_max - alpha_min) (1 - H(pi_WM) / ln |A|): [B, A], [B, A] -> [B].  One valid action: H counts as 0.
-    Source: PriorZero 3.2.
-    """
+    """alpha_min + (alpha_max - alpha_min) (1 - H(pi_WM) / ln |A|): [B, A], [B, A] -> [B].  One valid action: H = 0.  Source: PriorZero 3.2."""
     entropy = torch.special.entr(wm_probs * valid_mask).sum(-1)
     return alpha_min + (alpha_max - alpha_min) * (1 - entropy / valid_mask.sum(-1).clamp(min=2).log())
 
@@ -262,11 +259,10 @@ def ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, clip, kl_coef, 
         of the LLM; num_tokens: the denominator, the tokens of the WHOLE batch where this is a part of it (default: of mask).
     Returns: scalar, 0 for an empty mask.  Source: PriorZero 3.3.
     """
-    keep = mask.bool()
-    ratio, a = torch.where(keep, logp - old_logp, 0.0).exp(), advantage[:, None]
+    logp, old_logp, ref_logp = (torch.where(mask.bool(), x, 0.0) for x in (logp, old_logp, ref_logp))
+    ratio, a = (logp - old_logp).exp(), advantage[:, None]
     surrogate = -torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a) * weights
-    kl = k3_kl(torch.where(keep, logp, 0.0), torch.where(keep, ref_logp, 0.0)) if kl_coef else 0.0
-    total = torch.where(keep, surrogate + kl_coef * kl, 0.0).sum()
+    total = ((surrogate + kl_coef * k3_kl(logp, ref_logp)) * mask).sum()
     return total / torch.as_tensor(mask.sum() if num_tokens is None else num_tokens).clamp(min=1)
 
 def format_ok(text):
@@ -274,9 +270,8 @@ def format_ok(text):
     >>> format_ok("Reasoning: a door is ahead\\nAction: open door"), format_ok("Action: open door")
     (True, False)
     """
-    text = text.strip()
-    return (text.startswith("Reasoning:") and text.count("Reasoning:") == 1 and len(re.findall(r"^Action:", text, re.M)) == 1
-            and re.search(r"\nAction:[^\n]*\S[^\n]*$", text) is not None)
+    counts = text.count("Reasoning:"), len(re.findall(r"^Action:", text, re.M))
+    return counts == (1, 1) and re.fullmatch(r"\s*Reasoning:.*\nAction:[^\n]*\S[^\n]*\s*", text, re.S) is not None
 
 # ---- The world model ----------------------------------------------------------------------------------------------------
 class TextBank:
@@ -309,17 +304,11 @@ class TextBank:
         inputs = self.tokenizer(texts, truncation=True, max_length=512, padding=True, return_tensors="pt").to(self.features.device)
         return self.frozen(**inputs).last_hidden_state[:, 0].float()
 
-class Head(nn.Module):
+def make_head(width, out):
     """Linear, LayerNorm, GELU, and a last linear layer that starts at zero: uniform policy, value 0, reward 0."""
-    def __init__(self, width, out):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(approximate="tanh"))
-        self.last = nn.Linear(width, out)
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)
-
-    def forward(self, x):
-        return self.last(self.body(x))
+    last = nn.Linear(width, out)
+    nn.init.zeros_(last.weight), nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(approximate="tanh"), last)
 
 class Block(nn.Module):
     """A pre-norm transformer layer that can attend to the stored keys and values of earlier tokens."""
@@ -327,7 +316,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x, past=None, mask=None):
         """x [B, T, D], past [B, K, 2, D] or None, mask bool [B, 1, T, K + T] or None = causal.  Returns x, own [B, T, 2, D]."""
@@ -350,7 +339,7 @@ class WorldModel(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
         self.register_buffer("support", torch.arange(-50.0, 51.0))  # in h-space
-        self.policy, self.value, self.reward, self.latent = Head(D, D), Head(D, 101), Head(D, 101), Head(D, D)
+        self.policy, self.value, self.reward, self.latent = (make_head(D, out) for out in (D, 101, 101, D))
 
     def encode(self, features):
         """What the bank keeps of texts [N, ...] -> normalised latents [N, D]."""
@@ -389,15 +378,9 @@ def encode_texts(model, bank, *numbers):
     return [F.embedding(part.view(n.shape), table) for part, n in zip(inverse.split([n.numel() for n in numbers]), numbers)]
 
 # ---- Search -------------------------------------------------------------------------------------------------------------
-class Roots(NamedTuple):
-    """Real states at which a search starts."""
-    logits: torch.Tensor   # [B, A] of the world model, -inf where invalid
-    value: torch.Tensor    # [B] game units
-    valid: torch.Tensor    # [B, A]
-    tokens: torch.Tensor   # [B, A, D] action tokens of the state's list
-    keys: torch.Tensor     # [B, A, D] policy keys of the same
-    past: torch.Tensor     # [B, 2C-1, L, 2, D] keys/values of the real history
-    lengths: torch.Tensor  # [B] tokens of the history; the rest of `past` is padding
+# Real states at which a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A]; tokens
+# and policy keys of the list's actions [B, A, D]; past [B, 2C-1, L, 2, D]: keys/values of the real history, of which lengths [B] tokens are real.
+Roots = namedtuple("Roots", "logits value valid tokens keys past lengths")
 
 @torch.no_grad()
 def encode_roots(model, bank, obs, actions, lists):
@@ -439,16 +422,10 @@ def tree_search(model, roots, logits, cfg, num_simulations, noise, generator):
                   pb_c_init=cfg.pb_c_init, dirichlet_fraction=cfg.dirichlet_fraction * noise, generator=generator)
 
 # ---- Replay and the world model's update --------------------------------------------------------------------------------
-class Window(NamedTuple):
-    """B windows of W = H + n steps; steps behind an episode's end repeat its last observation and are masked."""
-    obs: torch.Tensor         # [B, W] text numbers
-    action: torch.Tensor      # [B, W] text numbers
-    list: torch.Tensor        # [B, W, A] text numbers of the valid actions, 0 = padding
-    visits: torch.Tensor      # [B, W, A] search policy
-    reward: torch.Tensor      # [B, W]
-    terminated: torch.Tensor  # [B, W]; also true at the observation behind the last step
-    truncated: torch.Tensor   # [B, W]
-    mask: torch.Tensor        # [B, W], 1 = an action was taken here
+# B windows of W steps: text numbers obs, action [B, W] and list [B, W, A] (the valid actions, 0 = padding), the search's policy visits
+# [B, W, A], reward, terminated (also at the observation behind the last step), truncated, mask [B, W] (1 = an action was taken here).
+# Steps behind an episode's end repeat its last observation and are masked.
+Window = namedtuple("Window", "obs action list visits reward terminated truncated mask")
 
 class Replay:
     """The last `size` steps, whole episodes one behind the other; an episode of T steps takes T + 1 places."""
@@ -984,51 +961,32 @@ def resume_game(agent, pool, i, task, steps):
         obs, *_, info = pool.step([i], [step["command"]])[0]
     return Game(agent, task, obs, info, steps)
 
-def open_run_dir(cfg, resume):
-    """Create the run's folder; raises InputError where it cannot be written or already holds a run."""
+def open_run_dir(cfg, state):
+    """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError where it cannot be used."""
     path = Path(cfg.run_dir or f"runs/priorzero-{cfg.env}-alpha{cfg.alpha:g}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}")
-    if (path / "checkpoint.pt").exists() and not resume:
+    if (path / "checkpoint.pt").exists() and not state:
         raise InputError(f"--run_dir {path}: it already holds a run; add --resume to go on with it, or name another folder")
     try:
         (path / "transcripts").mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
+        lines = (path / "metrics.jsonl").read_text().splitlines(True) if state and (path / "metrics.jsonl").exists() else []
+        (path / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["env_steps"] <= state["counters"]["env_steps"]))
     except OSError as error:
         raise InputError(f"--run_dir {path}: cannot write there ({error.strerror})") from error
     return path
 
-class Log:
-    """What a run prints and writes: header, progress bar, a line and a JSON object every --log_every steps, transcripts."""
-    shown = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm "
-             "llm_kl llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
-
-    def __init__(self, run_dir, agent):
-        cfg, parameters = agent.cfg, [sum(p.numel() for p in m.parameters()) for m in (agent.model, agent.llm and agent.llm.model) if m]
-        self.path, self.values, self.finished, self.clock = run_dir / "metrics.jsonl", defaultdict(list), [], time.perf_counter()
-        print(f"priorzero.py: {f'PriorZero, LLM {cfg.model}' if agent.llm else 'UniZero'}, {cfg.env}, alpha {cfg.alpha:g}, seed {cfg.seed}, "
-              f"{agent.device}; {' + '.join(f'{n:,}' for n in parameters)} parameters; files in {run_dir}")
-        lines = self.path.read_text().splitlines(True) if self.path.exists() else []  # on resume: drop what the checkpoint does not know
-        self.path.write_text("".join(line for line in lines if json.loads(line)["env_steps"] <= agent.env_steps))
-        self.bar = tqdm(total=cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step", mininterval=1.0)
-
-    def add(self, figures, finished=()):
-        self.finished += finished
-        for name, value in figures.items():
-            self.values[name].append(torch.as_tensor(value, dtype=torch.float32).mean())
-
-    def write(self, agent, result):
-        """Means since the last line; after an episode a transcript too."""
-        row = {"env_steps": agent.env_steps, "wm_updates": agent.wm_updates, "llm_version": agent.llm.version if agent.llm else 0,
-               "episodes": len(self.finished), "seconds": time.perf_counter() - self.clock}
-        row |= {name: float(torch.stack(values).mean()) for name, values in self.values.items()}
-        if self.finished:
-            games = np.array([(g.ret, g.won, len(g.steps)) for g in self.finished])
-            row |= dict(zip(("return", "solved", "episode_len"), games.mean(0).tolist())) | {"best_return": games[:, 0].max()}
-            (self.path.parent / "transcripts" / f"step_{agent.env_steps:07d}.txt").write_text(transcript(self.finished[-1]))
-        row |= {f"eval_{name}": value for name, value in result.items()}
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        tqdm.write(f"step {agent.env_steps}: " + "  ".join(f"{name} {row[name]:.3g}" for name in self.shown if name in row))
-        self.values, self.finished, self.clock = defaultdict(list), [], time.perf_counter()
+def write_log(run_dir, agent, values, finished, result):
+    """One line on the screen and in metrics.jsonl, the means since the last one, and the transcript of an episode; empties the lists."""
+    row = {"env_steps": agent.env_steps, "wm_updates": agent.wm_updates, "llm_version": agent.llm.version if agent.llm else 0}
+    row |= {name: float(torch.stack(list_).mean()) for name, list_ in values.items()} | {f"eval_{k}": v for k, v in result.items()}
+    if finished:
+        games = np.array([(g.ret, g.won, len(g.steps)) for g in finished])
+        row |= dict(zip(("return", "solved", "episode_len"), games.mean(0).tolist()), best_return=games[:, 0].max(), episodes=len(games))
+        (run_dir / "transcripts" / f"step_{agent.env_steps:07d}.txt").write_text(transcript(finished[-1]))
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    tqdm.write(f"step {agent.env_steps}: " + "  ".join(f"{name} {row[name]:.3g}" for name in SHOWN if name in row))
+    values.clear(), finished.clear()
 
 def transcript(game):
     """One episode as readable text."""
@@ -1038,43 +996,51 @@ def transcript(game):
     return "\n".join(lines + [f"\n[end] {game.obs}\n"])
 
 # ---- The run ------------------------------------------------------------------------------------------------------------
-def learn(agent, log):
-    """The world-model updates that are due by --replay_ratio; whenever a phase of them is complete, the LLM's phase."""
+def learn(agent, figures):
+    """The world-model updates that are due by --replay_ratio and, whenever a phase of them is complete, the LLM's.  Figures: name -> list."""
     cfg = agent.cfg
     while agent.replay.count and agent.wm_updates < cfg.replay_ratio * (agent.env_steps - cfg.warmup_steps):
         clock = time.perf_counter()
-        log.add(update_world_model(agent) | {"update_ms": 1e3 * (time.perf_counter() - clock)})
+        add_figures(figures, update_world_model(agent) | {"update_ms": 1e3 * (time.perf_counter() - clock)})
         if agent.llm and not cfg.freeze_llm and agent.wm_updates >= max(agent.phase_start + agent.phase[0], agent.phase[2]):
             agent.phase_start, clock = agent.wm_updates, time.perf_counter()
-            log.add(train_llm(agent) | {"llm_phase_s": time.perf_counter() - clock})
+            add_figures(figures, train_llm(agent) | {"llm_phase_s": time.perf_counter() - clock})
+
+def add_figures(figures, new):
+    for name, value in new.items():
+        figures[name].append(torch.as_tensor(value, dtype=torch.float32).mean())
 
 def train(cfg, state=None):
     """PriorZero's loop (UniZero's at alpha 0) with evaluations; `state`: a checkpoint to continue.  Returns (results, run folder)."""
-    agent, name, interrupted = Agent(cfg), "PriorZero" if cfg.alpha else "UniZero", []
+    agent, name, figures, finished, interrupted = Agent(cfg), "PriorZero" if cfg.alpha else "UniZero", defaultdict(list), [], []
     with (EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(False)) as pool,
           EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(True)) as eval_pool):
-        run_dir = open_run_dir(cfg, resume=state is not None)
+        run_dir = open_run_dir(cfg, state)
         if state:
             restore(agent, state, run_dir)
             results, games = state["results"], {i: resume_game(agent, pool, i, *game) for i, game in state["games"].items()}
         else:
             results, games = {f"{name} before": evaluate(agent, eval_pool)}, {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
             results |= {"LLM alone before": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
-        log = Log(run_dir, agent)
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (agent.model, agent.llm and agent.llm.model) if m]
+        print(f"priorzero.py: {name}, {cfg.env}, LLM {cfg.model if agent.llm else '-'}, alpha {cfg.alpha:g}, seed {cfg.seed}, {agent.device}; "
+              f"{' + '.join(f'{n:,}' for n in sizes)} parameters; files in {run_dir}")
+        bar = tqdm(total=cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step", mininterval=1.0)
         # Ctrl-C ends the run after the step in progress; a second Ctrl-C ends it at once.
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
         while agent.env_steps < cfg.env_steps:
             before, cooled = agent.env_steps, min(1.0, 2 * agent.env_steps / cfg.env_steps)
-            finished, figures = collect(agent, pool, games, cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature))
-            log.add(figures, finished)
-            learn(agent, log)
-            log.bar.update(cfg.num_envs)
+            over, new = collect(agent, pool, games, cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature))
+            finished += over
+            add_figures(figures, new)
+            learn(agent, figures)
+            bar.update(cfg.num_envs)
             last = agent.env_steps >= cfg.env_steps or interrupted
             evaluated, logged, saved = (every and agent.env_steps // every > before // every
                                         for every in (cfg.eval_every, cfg.log_every, cfg.save_every))
             result = evaluate(agent, eval_pool) if evaluated and not last else {}
             if logged or result or last:
-                log.write(agent, result)
+                write_log(run_dir, agent, figures, finished, result)
             if saved or last:
                 save_checkpoint(run_dir / "checkpoint.pt", agent, games, results)
             if interrupted:
@@ -1111,7 +1077,7 @@ def main(argv=None):
     cfg.validate()
     if "plot" in modes:
         from benchmarks.plot import plot
-        return plot(modes["plot"], "curves.png", PANELS, "env_steps")
+        return plot(modes["plot"], "curves.png", SHOWN[:16], "env_steps")
     if "warm_start" in modes:
         from tiny_lm_babyai import make  # not part of the method: it stands in for the pretraining of a real LLM
         return make.main(cfg)
