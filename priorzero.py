@@ -15,18 +15,17 @@ PPO, with the world model's n-step advantage.  No gradient crosses: the LLM shap
 
 On 2 CPU cores, no GPU, no network (a shipped tiny LM as the prior; result and time: README):
     python priorzero.py --env babyai
-On one GPU with the paper's sizes (the story file is yours to get):
-    python priorzero.py --env jericho --game detective --rom_dir ROMS --model Qwen/Qwen2.5-3B-Instruct \\
-        --encoder BAAI/bge-base-en-v1.5 --width 768 --heads 24 --lora_rank 32 --llm_lr 1e-6 --wm_updates 2000 \\
-        --llm_updates 200 --llm_batch 128 --kl_coef 0.01 --format_weight 0.5 --history_len 25 --env_steps 50000
+On one GPU with the paper's sizes (the story file is yours to get; more flags: README):
+    python priorzero.py --env jericho --game detective --rom_dir ROMS --model Qwen/Qwen2.5-3B-Instruct --encoder BAAI/bge-base-en-v1.5 \\
+        --width 768 --heads 24 --lora_rank 32 --llm_lr 1e-6 --wm_updates 2000 --llm_updates 200 --llm_batch 128 --env_steps 50000
 
 DEVIATION: an action is its TEXT, not its place in the list.  In these games place i means another command in every state, so an
 action token embeds the command, and the policy scores the commands of the state's own list (imagined states: of the root's list).
 `--action_slots index` is the public code's way.
 """
 
-import argparse, copy, dataclasses, difflib, json, math, os, random, re, signal, sys, time, zlib
-from collections import defaultdict, namedtuple
+import argparse, copy, dataclasses, difflib, importlib, json, math, os, random, re, signal, sys, time, zlib
+from collections import namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,21 +33,19 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModel, AutoModelForCausalLM
 
-from envs import BABYAI_ACTION_CAP, JERICHO_GAMES, EnvPool, InputError
+from envs import EnvPool, InputError
+from lm import LanguageModel, load_pretrained, pad, pad_ids
 from mcts import Root, Step, action_probs, search
 
 # Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, K keys,
 # D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
 
-disable_progress_bar()
+HASH_BUCKETS = 8192  # rows of the hash encoder's table
 TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
-PRESETS = {"babyai": {}, "jericho": dict(gamma=0.95)}  # defaults that differ between environments
+PRESETS = {"jericho": dict(gamma=0.95, max_actions=55, kl_coef=0.01, format_weight=0.5)}  # defaults that differ from BabyAI's
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm llm_kl "
          "llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
 
@@ -66,6 +63,7 @@ class Config:
     game: str = flag("detective", "Jericho game")
     rom_dir: str = flag("", "folder with Jericho story files; empty = the environment variable JERICHO_ROMS")
     max_steps: int = flag(0, "actions per episode; 0 = the environment's (PZ: BabyAI 20, Jericho 50-500 by game)", low=0)
+    max_actions: int = flag(20, "actions of a state that are kept, the first ones (PZ: BabyAI 20, Jericho 12-55 by game)", low=1)
     env_workers: int = flag(0, "environment processes; 0 = step them in this process", low=0)
     env_steps: int = flag(12000, "environment steps of the run (PZ: 50k Jericho, 100k BabyAI)", low=0)
     num_envs: int = flag(16, "environments played side by side", low=1)
@@ -82,13 +80,12 @@ class Config:
     mcts: bool = flag(True, "search; off: act from the fused root prior (ablation)")
     num_simulations: int = flag(25, "simulations per step (PZ: 25)", low=1)
     eval_simulations: int = flag(25, "simulations per step of evaluation (PZ: Jericho 25, BabyAI 50)", low=1)
-    pb_c_init: float = flag(1.25, "weight of the prior in the search (code: 1.25)", low=0)
+    pb_c_init: float = flag(3.0, "weight of the prior in the search (code: 1.25, where an unvisited action is not the worst)", low=0)
     dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
     temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
     final_temperature: float = flag(0.25, "the same from half of the run on (code: 0.25 always)", low=0)
     gamma: float = flag(0.97, "discount per step (PZ: 0.997)", low=0, high=1)
     encoder: str = flag("hash", "text encoder: hash (trained), or a frozen Hugging Face encoder by name or folder (PZ: BGE-base)")
-    hash_buckets: int = flag(8192, "rows of the hash encoder's table", low=2)
     action_slots: str = flag("text", "what an action token embeds: text or index (its place in the list)", ("text", "index"))
     latent_norm: str = flag("layernorm", "latent normalisation and loss: layernorm + MSE, simnorm + KL", ("layernorm", "simnorm"))
     width: int = flag(64, "width of the world model (PZ: 768)", low=8)
@@ -105,7 +102,7 @@ class Config:
     entropy_weight: float = flag(0.005, "entropy bonus of the policy loss (code: 0.05)", low=0)
     ema: float = flag(0.05, "step of the target network at every update (code: 0.05)", low=0, high=1)
     wm_updates: int = flag(100, "world-model updates of a phase (PZ: 2000 Jericho, 500 BabyAI)", low=1)
-    llm_updates: int = flag(20, "LLM updates of a phase (PZ: 200 Jericho, 100 BabyAI)", low=0)
+    llm_updates: int = flag(20, "LLM updates of a phase (PZ: 200 Jericho, 100 BabyAI)", low=1)
     wm_warmup: int = flag(300, "world-model updates before the first phase", low=0)
     freeze_llm: bool = flag(False, "never train the LLM (ablation)")
     alternate: bool = flag(True, "phases; off: LLM updates from the first world-model update on (ablation)")
@@ -131,20 +128,8 @@ class Config:
         return torch.device(self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
     @property
-    def num_slots(self) -> int:
-        """The most actions of a state."""
-        return BABYAI_ACTION_CAP if self.env == "babyai" else JERICHO_GAMES.get(self.game, JERICHO_GAMES["other"])[0]
-
-    @property
     def use_cot(self) -> bool:
         return self.cot and self.model != "tiny"
-
-    @property
-    def phase(self) -> tuple:
-        """World-model updates and LLM updates of a phase, and world-model updates before the first LLM update."""
-        if self.alternate:
-            return self.wm_updates, self.llm_updates, self.wm_warmup + self.wm_updates
-        return max(1, round(self.wm_updates / max(self.llm_updates, 1))), 1, 1
 
     def env_options(self, evaluation: bool) -> dict:
         """Keyword arguments of make_env for this run's environment."""
@@ -275,34 +260,33 @@ def format_ok(text):
 
 # ---- The world model ----------------------------------------------------------------------------------------------------
 class TextBank:
-    """Numbers for texts, and what the encoder reads of each: hashed words and n-grams, or a frozen encoder's CLS vector."""
+    """Numbers for texts (0 = none), and what the encoder reads of each: hashed words and n-grams, or a frozen encoder's CLS vector."""
     def __init__(self, cfg):
-        self.index, self.buckets, self.frozen = {"": 0}, cfg.hash_buckets, None
+        self.index, self.frozen = {"": 0}, None
         self.features = torch.zeros(1, 1, dtype=torch.long, device=cfg.torch_device)  # [texts, n-grams], 0 = none
         if cfg.encoder != "hash":
-            self.tokenizer, frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder", torch.float32)
+            self.tokenizer, frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder")
             self.frozen = frozen.to(cfg.torch_device).eval().requires_grad_(False)  # eval: no dropout in latents and targets
             self.features = torch.zeros(1, frozen.config.hidden_size, device=cfg.torch_device)
 
+    @torch.no_grad()
     def __call__(self, texts):
-        """Numbers of these texts, a list; 0 is no text."""
+        """Numbers of these texts, a list."""
         if new := [text for text in dict.fromkeys(texts) if text not in self.index]:
             self.index.update(zip(new, range(len(self.index), len(self.index) + len(new))))
-            tables = [self.features, (self.embed(new) if self.frozen else self.hash(new)).to(self.features.device)]
-            width = max(table.shape[1] for table in tables)
-            self.features = torch.cat([F.pad(table, (0, width - table.shape[1])) for table in tables])
+            if self.frozen:
+                inputs = self.tokenizer(new, truncation=True, max_length=512, padding=True, return_tensors="pt")
+                rows = self.frozen(**inputs.to(self.features.device)).last_hidden_state[:, 0].float()
+            else:
+                rows = pad([self.hash(text) for text in new], self.features.device)
+            width = max(rows.shape[1], self.features.shape[1])
+            self.features = torch.cat([F.pad(table, (0, width - table.shape[1])) for table in (self.features, rows)])
         return [self.index[text] for text in texts]
 
-    def hash(self, texts):
-        words = [re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())[:512] for text in texts]
-        grams = [sorted({" ".join(w[i:i + n]) for n in (1, 2, 3) for i in range(len(w) - n + 1)}) for w in words]
-        rows = [[1 + zlib.crc32(gram.encode()) % (self.buckets - 1) for gram in row] for row in grams]
-        return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
-
-    @torch.no_grad()
-    def embed(self, texts):
-        inputs = self.tokenizer(texts, truncation=True, max_length=512, padding=True, return_tensors="pt").to(self.features.device)
-        return self.frozen(**inputs).last_hidden_state[:, 0].float()
+    def hash(self, text):
+        words = re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())[:512]
+        grams = {" ".join(words[i:i + n]) for n in (1, 2, 3) for i in range(len(words) - n + 1)}
+        return [1 + zlib.crc32(gram.encode()) % (HASH_BUCKETS - 1) for gram in sorted(grams)]
 
 def make_head(width, out):
     """Linear, LayerNorm, GELU, and a last linear layer that starts at zero: uniform policy, value 0, reward 0."""
@@ -334,7 +318,7 @@ class WorldModel(nn.Module):
     def __init__(self, cfg, feature_width):
         super().__init__()
         D, self.hashed, self.latent_norm = cfg.width, cfg.encoder == "hash", cfg.latent_norm
-        self.table = nn.Embedding(cfg.hash_buckets, D) if self.hashed else nn.Linear(feature_width, D)
+        self.table = nn.Embedding(HASH_BUCKETS, D) if self.hashed else nn.Linear(feature_width, D)
         self.norm_in, self.action_key = nn.LayerNorm(D), nn.Linear(D, D)
         self.positions = nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
@@ -436,17 +420,16 @@ class Replay:
         self.write, self.count, self.starts = 0, 0, None
 
     def add(self, game):
-        """Store a finished Game; returns the place of its first step.  `end` is its last place, `time` counts its steps, `serial` is
-        a number of its own."""
+        """Store a finished Game; returns its first place.  `end` is its last place, `time` counts its steps, `serial` numbers the games."""
         T, (size, width) = len(game.steps), self.data["list"].shape
         first, self.count, self.starts = self.write if self.write + T < size else 0, self.count + 1, None
-        none, ended = [0] * width, [False] * (T - 1)
-        columns = {name: [s[name] for s in game.steps] + [last] for name, last in (("obs", game.number), ("action", 0), ("reward", 0.0))}
-        columns |= {name: [(s[name] + none)[:width] for s in game.steps] + [none] for name in ("list", "visits")}
-        columns |= {"terminated": ended + [game.terminated] * 2, "truncated": ended + [not game.terminated, False],
-                    "end": [first + T] * (T + 1), "time": range(T + 1), "serial": [self.count] * (T + 1)}
+        last = {"obs": game.number, "action": 0, "reward": 0.0, "list": [], "visits": []}
+        columns = {name: [step[name] for step in game.steps] + [value] for name, value in last.items()}
+        columns |= {name: [(row + [0] * width)[:width] for row in columns[name]] for name in ("list", "visits")}
+        columns |= {"terminated": [False] * (T - 1) + [game.terminated] * 2, "truncated": [False] * (T - 1) + [not game.terminated, False],
+                    "end": [first + T] * (T + 1), "time": list(range(T + 1)), "serial": [self.count] * (T + 1)}
         for name, values in columns.items():
-            self.data[name][first:first + T + 1] = torch.tensor(list(values), dtype=self.data[name].dtype)
+            self.data[name][first:first + T + 1] = torch.tensor(values, dtype=self.data[name].dtype)
         self.write = first + T + 1
         return first
 
@@ -461,9 +444,6 @@ class Replay:
         end, places = self.data["end"][starts][:, None], starts[:, None] + torch.arange(length, device=starts.device)
         mask, places = places < end, places.minimum(end)
         return Window(*(self.data[name][places] for name in Window._fields[:-1]), mask)
-
-def mean_where(x, mask):
-    return (x * mask).sum() / mask.sum().clamp(min=1)
 
 @torch.no_grad()
 def target_values(target, bank, w, cfg):
@@ -489,15 +469,13 @@ def world_model_losses(model, target, bank, w, cfg):
     scores = model.policy(at_obs) @ model.action_key(tokens).T / math.sqrt(cfg.width)  # [B, H, names]
     logp = scores.gather(2, places).masked_fill(lists == 0, -1e9).log_softmax(-1)
     predicted = model.normalize(model.latent(at_action))
-    if cfg.latent_norm == "layernorm":
-        latent = (predicted - goals).square().mean(-1)
-    else:
-        latent = -(goals * (predicted + 1e-6).log()).sum(-1) / (cfg.width / 8)  # KL of each group, up to the goal's entropy
-    terms = {"latent_loss": mean_where(latent, mask), "policy_loss": mean_where(-(visits * logp).sum(-1), mask),
-             "value_loss": mean_where(-(two_hot(returns, support) * model.value(at_obs).log_softmax(-1)).sum(-1), value_mask),
-             "reward_loss": mean_where(-(two_hot(rewards, support) * model.reward(at_action).log_softmax(-1)).sum(-1), mask),
-             "policy_entropy": mean_where(-(logp.exp() * logp).sum(-1), mask),
-             "clipped_share": mean_where((returns.abs() > support[-1]).float(), value_mask)}
+    terms = {"latent_loss": ((predicted - goals).square().mean(-1) if cfg.latent_norm == "layernorm" else  # or the groups' KL, but for
+                             -(goals * (predicted + 1e-6).log()).sum(-1) / (cfg.width / 8), mask),         # the goal's own entropy
+             "policy_loss": (-(visits * logp).sum(-1), mask), "policy_entropy": (-(logp.exp() * logp).sum(-1), mask),
+             "value_loss": (-(two_hot(returns, support) * model.value(at_obs).log_softmax(-1)).sum(-1), value_mask),
+             "reward_loss": (-(two_hot(rewards, support) * model.reward(at_action).log_softmax(-1)).sum(-1), mask),
+             "clipped_share": (returns.abs() > support[-1], value_mask)}
+    terms = {name: (x * where).sum() / where.sum().clamp(min=1) for name, (x, where) in terms.items()}
     return (10 * terms["latent_loss"] + terms["policy_loss"] + 0.5 * terms["value_loss"] + terms["reward_loss"]
             - cfg.entropy_weight * terms["policy_entropy"]), terms
 
@@ -523,81 +501,6 @@ def optimizer_step(optimizer, parameters, max_norm, name, places):
     return norm
 
 # ---- The language model -------------------------------------------------------------------------------------------------
-@dataclass
-class LanguageModel:
-    """A causal LM with its tokenizer; `version` counts optimiser steps, `cache` keeps the priors of this version."""
-    model: nn.Module
-    tokenizer: object
-    device: torch.device
-    token_budget: int = 8192
-    version: int = 0
-    cache: dict = field(default_factory=dict)
-
-    def ids(self, text):
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def hidden(self, ids, positions, mask, cache=None, keep=False):
-        """Last hidden states [B, T, D] and the cache, which is new if `keep` and none is given."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            out = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=keep)
-        return out.last_hidden_state, out.cache
-
-    def log_probs(self, hidden):
-        """fp32 log-probabilities of the next token: [..., D] -> [..., V]."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
-
-def load_pretrained(kind, model, flag_name, dtype):
-    """(tokenizer, model) by name, folder or GGUF file.  Raises InputError with one line where that is not possible."""
-    path = TINY_FOLDER if model == "tiny" else Path(model)
-    if not path.exists() and (path.suffix == ".gguf" or model[:1] in "./~" or len(path.parts) > 2):  # no hub name
-        raise InputError(f"{flag_name} {model}: there is no such file or folder")
-    name, kwargs = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
-    try:
-        return AutoTokenizer.from_pretrained(name, **kwargs), kind.from_pretrained(name, dtype=dtype, **kwargs)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise InputError(f"{flag_name} {model}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
-
-def load_llm(cfg):
-    """The LLM of --model, ready to score and to train."""
-    dtype = torch.bfloat16 if cfg.lora_rank and cfg.torch_device.type == "cuda" else torch.float32
-    tokenizer, model = load_pretrained(AutoModelForCausalLM, cfg.model, "--model", dtype)
-    return make_llm(model, tokenizer, cfg)
-
-def make_llm(model, tokenizer, cfg):
-    """Prepare a loaded LM: pad token, no dropout, LoRA, device."""
-    if model.config.to_dict().get("final_logit_softcapping"):
-        raise InputError(f"--model {cfg.model}: models with logit soft-capping (Gemma 2) are not supported")
-    if tokenizer.pad_token_id is None:  # any existing id will do: every mask here comes from lengths, never from ids
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-        print(f"the tokenizer has no pad token: padding with {tokenizer.pad_token!r}")
-    for module in model.modules():  # no dropout: rollout and update must see the same function (first ratio exactly 1)
-        for name in [n for n in vars(module) if n.endswith("dropout") or (n == "p" and isinstance(module, nn.Dropout))]:
-            setattr(module, name, 0.0)
-    if cfg.lora_rank:
-        model.requires_grad_(False)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, LoRALinear(module, cfg.lora_rank))
-    return LanguageModel(model.eval().to(cfg.torch_device), tokenizer, cfg.torch_device, cfg.token_budget)
-
-class LoRALinear(nn.Module):
-    """y = W x + (alpha / rank) B A x with W frozen; A random, B zero, alpha = 2 rank (Hu et al. 2021, arXiv 2106.09685)."""
-    def __init__(self, base, rank):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device)
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device)
-        nn.init.zeros_(self.lora_B.weight)
-
-    def forward(self, x):
-        return self.base(x) + 2.0 * self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))).to(x.dtype)
-
-def trainable(model):
-    """{name: parameter} of what is trained."""
-    return {n: p for n, p in model.named_parameters() if p.requires_grad}
-
 ROLE = {"babyai": "You guide an agent in a grid world.  It sees objects and walls in front of it, and acts by short commands.",
         "jericho": "You play a text adventure and want the highest score in few moves."}
 FORMAT = """Answer in exactly two parts:
@@ -622,18 +525,6 @@ def encode_prompt(llm, cfg, obs, actions, history):
             break
     return ids[-cfg.max_prompt_len:]
 
-def pad(rows, device, side="right", dtype=torch.long):
-    """Lists of numbers -> [B, longest], padded with 0 on one side."""
-    return pad_sequence([torch.tensor(r, dtype=dtype) for r in rows], batch_first=True, padding_side=side).to(device)
-
-def ones(rows):
-    """Lists of 1s as long as these: masks come from lengths, never from token ids."""
-    return [[1] * len(r) for r in rows]
-
-def positions_of(mask):
-    """Position ids that do not count padding: mask [B, T] -> [B, T]; [0,0,1,1,1] -> [0,0,0,1,2]."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
-
 @torch.no_grad()
 def generate_analyses(llm, prompts, cfg, generator):
     """What stands between each prompt (token ids) and the action: "Action:" alone, or with --cot an analysis, sampled at temperature 1
@@ -644,9 +535,9 @@ def generate_analyses(llm, prompts, cfg, generator):
     if not cfg.use_cot:
         label = llm.ids("Action:")
         return [{"ids": label, "logps": [0.0] * len(label), "written": [0] * len(label), "format_ok": True} for _ in prompts]
-    step, mask, cache, tokens, logps = pad(prompts, llm.device, "left"), pad(ones(prompts), llm.device, "left"), None, [], []
+    (step, mask), cache, tokens, logps = pad_ids(prompts, llm.device, "left"), None, [], []
     for _ in range(cfg.max_cot_len):
-        hidden, cache = llm.hidden(step, positions_of(mask)[:, -step.shape[1]:], mask, cache, keep=True)
+        hidden, cache = llm.hidden(step, mask, cache, keep=True)
         log_probs = llm.log_probs(hidden[:, -1])
         tokens.append(step := torch.multinomial(log_probs.exp(), 1, generator=generator))
         logps.append(log_probs.gather(1, step))
@@ -665,26 +556,22 @@ def cut_analysis(llm, ids, logps):
     added = [] if "Action:" in llm.tokenizer.decode(ids) else llm.ids("\nAction:")
     return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added), "format_ok": good}
 
-def answer_ids(llm, action):
-    """The tokens of " <action><eos>": tokenised alone, so that the same tokens are scored, stored and trained."""
-    return llm.ids(f" {action}") + [llm.tokenizer.eos_token_id]
-
 @torch.no_grad()
 def action_logps(llm, contexts, actions):
     """Log-probabilities of the tokens of " <action><eos>" behind each context (token ids): for each context and action a list.
     Keys and values of a context are computed once; its actions stand behind it side by side in ONE row, where none sees another."""
-    widest = max(map(len, contexts)) + max(sum(len(answer_ids(llm, a)) for a in row) for row in actions)
+    widest = max(map(len, contexts)) + max(sum(len(llm.answer_ids(a)) for a in row) for row in actions)
     size, out = max(1, llm.token_budget // widest), []
     for i in range(0, len(contexts), size):
-        prompts, answers = contexts[i:i + size], [[answer_ids(llm, a) for a in row] for row in actions[i:i + size]]
-        prompt, prompt_mask = pad(prompts, llm.device, "left"), pad(ones(prompts), llm.device, "left")  # [B, P]
+        prompts, answers = contexts[i:i + size], [[llm.answer_ids(a) for a in row] for row in actions[i:i + size]]
+        prompt, prompt_mask = pad_ids(prompts, llm.device, "left")  # [B, P]
         ids, offset, owner = (pad(rows, llm.device) for rows in zip(*(  # [B, S]: token, place in its action, which action (from 1)
             (sum(row, []), [k for c in row for k in range(len(c))], [n for n, c in enumerate(row, 1) for _ in c]) for row in answers)))
         same = (owner[:, :, None] == owner[:, None]) & (offset[:, :, None] >= offset[:, None])
         seen = torch.cat([prompt_mask[:, None].bool().expand(-1, ids.shape[1], -1), same], 2)[:, None]  # [B, 1, S, P + S]
-        first, cache = llm.hidden(prompt, positions_of(prompt_mask), prompt_mask, keep=True)
+        first, cache = llm.hidden(prompt, prompt_mask, keep=True)
         bias = torch.zeros(seen.shape, dtype=first.dtype, device=llm.device).masked_fill(~seen, torch.finfo(first.dtype).min)
-        later, _ = llm.hidden(ids, prompt_mask.sum(1, True) + offset, bias, cache, keep=True)
+        later, _ = llm.hidden(ids, bias, cache, keep=True, positions=prompt_mask.sum(1, True) + offset)
         # What predicts a token: the one before it in the same action, or the context's last.
         before = torch.where(offset[..., None] == 0, first[:, -1:], later.roll(1, 1))
         b, s = owner.nonzero(as_tuple=True)
@@ -709,7 +596,7 @@ class Game:
         self.look(obs, info)
 
     def look(self, obs, info):
-        self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.num_slots], info["won"]
+        self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.max_actions], info["won"]
         self.task_id, self.ret = info["task_id"], sum(s["reward"] for s in self.steps)
         names = self.actions if self.agent.cfg.action_slots == "text" else [f"slot {n}" for n in range(len(self.actions))]
         self.number, *self.list = self.agent.bank([self.obs, *names])
@@ -816,18 +703,13 @@ def sample_advantages(agent, samples):
 
 def response_logps(llm, samples):
     """Log-probabilities [B, S] of analysis and action behind each prompt, fp32, 0 on padding, from one forward pass."""
-    prompts, answers = [s["prompt"] for s in samples], [s["ids"] + answer_ids(llm, s["action"]) for s in samples]
-    rows = [p + a for p, a in zip(prompts, answers)]
-    ids, mask, scored = pad(rows, llm.device), pad(ones(rows), llm.device), pad(ones(answers), llm.device)
+    prompts, answers = [s["prompt"] for s in samples], [s["ids"] + llm.answer_ids(s["action"]) for s in samples]
+    ids, mask = pad_ids([p + a for p, a in zip(prompts, answers)], llm.device)
+    scored = pad_ids(answers, llm.device)[1]
     b, s = scored.nonzero(as_tuple=True)
     at = torch.tensor([len(p) - 1 for p in prompts], device=llm.device)[b] + s  # position t predicts token t + 1
-    logp = llm.log_probs(llm.hidden(ids, positions_of(mask), mask)[0][b, at]).gather(1, ids[b, at + 1][:, None])[:, 0]
+    logp = llm.log_probs(llm.hidden(ids, mask)[0][b, at]).gather(1, ids[b, at + 1][:, None])[:, 0]
     return torch.zeros(scored.shape, device=llm.device).index_put((b, s), logp)
-
-def swap_start(llm, start):
-    """Exchange the trained weights with their frozen start (the reference of the KL term), in place."""
-    for name, p in trainable(llm.model).items():
-        p.data, start[name] = start[name], p.data
 
 def backward_llm(agent, samples, advantages):
     """Backpropagate one batch of samples in micro-batches; the gradient does not depend on their size.
@@ -840,9 +722,9 @@ def backward_llm(agent, samples, advantages):
         old_logp, cot_mask, action_mask = (pad(rows, llm.device, dtype=torch.float32) for rows in zip(*(
             (s["logps"] + a, s["written"] + [0] * len(a), [0] * len(s["ids"]) + [1] * len(a)) for s in part for a in [s["action_logps"]])))
         with torch.no_grad():
-            swap_start(llm, agent.llm_start)
+            llm.swap_start()
             ref_logp = response_logps(llm, part) if cfg.kl_coef else old_logp
-            swap_start(llm, agent.llm_start)
+            llm.swap_start()
         logp, mask = response_logps(llm, part), cot_mask + action_mask
         if cfg.loss == "sft":  # with ratio 1 and advantage 1 the gradient is that of -log p of what search chose
             old_logp, advantage = logp.detach(), torch.ones_like(advantage)
@@ -865,24 +747,20 @@ def train_llm(agent):
     advantages = normalize_advantages(raw)
     if cfg.use_cot:
         advantages = blend_format_reward(advantages, good, cfg.format_weight)
+    total = max(1.0, cfg.env_steps * cfg.replay_ratio * agent.phase[1] / agent.phase[0])  # LLM updates of the run
     for _ in range(agent.phase[1]):
         order = order or torch.randperm(len(samples), generator=agent.generators["mini_batches"]).tolist()
         batch, order = order[:cfg.llm_batch], order[cfg.llm_batch:]
-        agent.llm_optimizer.param_groups[0]["lr"] = cfg.llm_lr * llm_schedule(agent)
+        warm, cosine = min(1.0, (llm.version + 1) / (0.03 * total + 1)), math.cos(math.pi * min(llm.version / total, 1.0))
+        agent.llm_optimizer.param_groups[0]["lr"] = cfg.llm_lr * warm * (0.55 + 0.45 * cosine)  # warm-up 3 %, down to a tenth
         sums.append(backward_llm(agent, [samples[n] for n in batch], advantages[batch]))
-        norms.append(optimizer_step(agent.llm_optimizer, trainable(llm.model).values(), 1.0, f"LLM update {llm.version}",
+        norms.append(optimizer_step(agent.llm_optimizer, llm.trainable().values(), 1.0, f"LLM update {llm.version}",
                                     [samples[n]["first"] for n in batch]))
         llm.version += 1
     llm.cache, agent.samples = {}, []  # the priors of the old weights, and what they made search collect
     tokens, loss, clipped, kl, _ = torch.stack(sums).sum(0).tolist()
     return {"llm_loss": loss / tokens, "llm_clip_frac": clipped / tokens, "llm_kl": kl / tokens, "llm_grad_norm": torch.stack(norms),
             "advantage": raw, "llm_samples": len(samples), "format_ok": np.mean(good), "first_ratio_deviation": sums[0][4] / sums[0][0]}
-
-def llm_schedule(agent):
-    """Share of --llm_lr: warm-up over 3 % of the run's LLM updates, then a cosine down to a tenth.  Source: PriorZero, appendix."""
-    total = max(1.0, agent.cfg.env_steps * agent.cfg.replay_ratio * agent.phase[1] / agent.phase[0])
-    cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(agent.llm.version / total, 1.0)))
-    return min(1.0, (agent.llm.version + 1) / (0.03 * total + 1)) * cosine
 
 # ---- Agent, checkpoints, files ------------------------------------------------------------------------------------------
 def make_generators(seed, device):
@@ -894,31 +772,34 @@ class Agent:
     """All that a run changes: networks, optimisers, replay, counters, random generators."""
     def __init__(self, cfg):
         random.seed(cfg.seed), np.random.seed(cfg.seed), torch.manual_seed(cfg.seed)
-        self.cfg, self.device, self.phase, self.generators = cfg, cfg.torch_device, cfg.phase, make_generators(cfg.seed, cfg.torch_device)
+        self.cfg, self.device, self.generators = cfg, cfg.torch_device, make_generators(cfg.seed, cfg.torch_device)
+        # World-model updates and LLM updates of a phase, and world-model updates before the first LLM update.
+        self.phase = ((cfg.wm_updates, cfg.llm_updates, cfg.wm_warmup + cfg.wm_updates) if cfg.alternate
+                      else (max(1, round(cfg.wm_updates / cfg.llm_updates)), 1, 1))
         self.bank = TextBank(cfg)
         self.model = WorldModel(cfg, self.bank.features.shape[1]).to(self.device)
         self.target = copy.deepcopy(self.model).eval().requires_grad_(False)
         groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == decay], "weight_decay": 1e-4 * decay} for decay in (True, False)]
         self.optimizer = torch.optim.AdamW(groups, lr=cfg.wm_lr, betas=(0.9, 0.95), fused=True)
-        self.replay, self.samples = Replay(cfg.replay_size, cfg.num_slots, self.device), []
+        self.replay, self.samples = Replay(cfg.replay_size, cfg.max_actions, self.device), []
         self.env_steps = self.wm_updates = self.phase_start = self.tasks_begun = 0
-        self.llm = load_llm(cfg) if cfg.alpha > 0 or cfg.llm_only else None
-        if self.llm:
-            self.llm_start = {n: p.detach().clone() for n, p in trainable(self.llm.model).items()}
-            self.llm_optimizer = torch.optim.AdamW(trainable(self.llm.model).values(), lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+        half = torch.bfloat16 if cfg.lora_rank and self.device.type == "cuda" else torch.float32  # frozen weights need no fp32
+        self.llm = self.llm_optimizer = None
+        if cfg.alpha or cfg.llm_only:
+            self.llm = LanguageModel(*load_pretrained(AutoModelForCausalLM, TINY_FOLDER if cfg.model == "tiny" else cfg.model, "--model", half), cfg)
+            self.llm_optimizer = torch.optim.AdamW(self.llm.trainable().values(), lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
-COUNTERS = ("env_steps", "wm_updates", "phase_start", "tasks_begun", "samples")
+PARTS, COUNTERS = ("model", "target", "optimizer"), ("env_steps", "wm_updates", "phase_start", "tasks_begun", "samples")
 RESUMABLE = {"env_steps", "device", "run_dir", "env_workers", "eval_every", "eval_episodes", "log_every", "save_every", "baseline"}
 
 def save_checkpoint(path, agent, games, results):
     """All that an exact continuation needs, to a temporary name that is renamed: a crash leaves the old file whole."""
-    llm, replay = agent.llm, agent.replay
-    state = {"config": dataclasses.asdict(agent.cfg), "model": agent.model.state_dict(), "target": agent.target.state_dict(),
-             "optimizer": agent.optimizer.state_dict(), "texts": list(agent.bank.index), "features": agent.bank.features, "results": results,
+    llm, replay, temporary = agent.llm, agent.replay, path.with_name(path.name + ".tmp")
+    state = {name: getattr(agent, name).state_dict() for name in PARTS} | {
+             "config": dataclasses.asdict(agent.cfg), "texts": list(agent.bank.index), "features": agent.bank.features, "results": results,
              "replay": (replay.data, replay.write, replay.count), "counters": {name: getattr(agent, name) for name in COUNTERS},
-             "llm": llm and (trainable(llm.model), agent.llm_start, agent.llm_optimizer.state_dict(), llm.version),
+             "llm": llm and (llm.trainable(), llm.start, agent.llm_optimizer.state_dict(), llm.version),
              "games": {i: (g.task, g.steps) for i, g in games.items()}, "generators": {k: g.get_state() for k, g in agent.generators.items()}}
-    temporary = path.with_name(path.name + ".tmp")
     torch.save(state, temporary)
     os.replace(temporary, path)
     if llm:
@@ -936,10 +817,10 @@ def load_checkpoint(path):
 def restore(agent, state, path):
     """Put a checkpoint back into an agent.  Raises InputError where the shapes differ."""
     llm = agent.llm and state["llm"]
-    pairs = [(agent.model.state_dict(), state["model"])] + ([(trainable(agent.llm.model), llm[0])] if llm else [])
+    pairs = [(agent.model.state_dict(), state["model"])] + ([(agent.llm.trainable(), llm[0])] if llm else [])
     if any({n: p.shape for n, p in own.items()} != {n: p.shape for n, p in saved.items()} for own, saved in pairs):
         raise InputError(f"{path}: its weights have another shape than this model; give the sizes it was made with")
-    for name in ("model", "target", "optimizer"):
+    for name in PARTS:
         getattr(agent, name).load_state_dict(state[name])
     agent.bank.index, agent.bank.features = {text: n for n, text in enumerate(state["texts"])}, state["features"].to(agent.device)
     data, agent.replay.write, agent.replay.count = state["replay"]
@@ -949,9 +830,9 @@ def restore(agent, state, path):
         generator.set_state(state["generators"][name])
     if llm:
         weights, start, optimizer, agent.llm.version = llm
-        for name, p in trainable(agent.llm.model).items():
+        for name, p in agent.llm.trainable().items():
             p.data.copy_(weights[name])
-            agent.llm_start[name] = start[name].to(agent.device)
+            agent.llm.start[name] = start[name].to(agent.device)
         agent.llm_optimizer.load_state_dict(optimizer)
 
 def resume_game(agent, pool, i, task, steps):
@@ -975,18 +856,20 @@ def open_run_dir(cfg, state):
         raise InputError(f"--run_dir {path}: cannot write there ({error.strerror})") from error
     return path
 
-def write_log(run_dir, agent, values, finished, result):
-    """One line on the screen and in metrics.jsonl, the means since the last one, and the transcript of an episode; empties the lists."""
+def write_log(run_dir, agent, figures, finished, result):
+    """One line on the screen and in metrics.jsonl, means since the last one, and the transcript of an episode; empties the lists."""
     row = {"env_steps": agent.env_steps, "wm_updates": agent.wm_updates, "llm_version": agent.llm.version if agent.llm else 0}
-    row |= {name: float(torch.stack(list_).mean()) for name, list_ in values.items()} | {f"eval_{k}": v for k, v in result.items()}
+    for name in dict.fromkeys(name for new in figures for name in new):
+        row[name] = float(torch.stack([torch.as_tensor(new[name], dtype=torch.float32).mean() for new in figures if name in new]).mean())
     if finished:
         games = np.array([(g.ret, g.won, len(g.steps)) for g in finished])
         row |= dict(zip(("return", "solved", "episode_len"), games.mean(0).tolist()), best_return=games[:, 0].max(), episodes=len(games))
         (run_dir / "transcripts" / f"step_{agent.env_steps:07d}.txt").write_text(transcript(finished[-1]))
+    row |= {f"eval_{name}": value for name, value in result.items()}
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     tqdm.write(f"step {agent.env_steps}: " + "  ".join(f"{name} {row[name]:.3g}" for name in SHOWN if name in row))
-    values.clear(), finished.clear()
+    figures.clear(), finished.clear()
 
 def transcript(game):
     """One episode as readable text."""
@@ -996,23 +879,20 @@ def transcript(game):
     return "\n".join(lines + [f"\n[end] {game.obs}\n"])
 
 # ---- The run ------------------------------------------------------------------------------------------------------------
-def learn(agent, figures):
-    """The world-model updates that are due by --replay_ratio and, whenever a phase of them is complete, the LLM's.  Figures: name -> list."""
-    cfg = agent.cfg
+def learn(agent):
+    """The world-model updates that are due by --replay_ratio and, whenever a phase of them is complete, the LLM's.  Returns figures."""
+    cfg, figures = agent.cfg, []
     while agent.replay.count and agent.wm_updates < cfg.replay_ratio * (agent.env_steps - cfg.warmup_steps):
         clock = time.perf_counter()
-        add_figures(figures, update_world_model(agent) | {"update_ms": 1e3 * (time.perf_counter() - clock)})
+        figures.append(update_world_model(agent) | {"update_ms": 1e3 * (time.perf_counter() - clock)})
         if agent.llm and not cfg.freeze_llm and agent.wm_updates >= max(agent.phase_start + agent.phase[0], agent.phase[2]):
             agent.phase_start, clock = agent.wm_updates, time.perf_counter()
-            add_figures(figures, train_llm(agent) | {"llm_phase_s": time.perf_counter() - clock})
-
-def add_figures(figures, new):
-    for name, value in new.items():
-        figures[name].append(torch.as_tensor(value, dtype=torch.float32).mean())
+            figures.append(train_llm(agent) | {"llm_phase_s": time.perf_counter() - clock})
+    return figures
 
 def train(cfg, state=None):
     """PriorZero's loop (UniZero's at alpha 0) with evaluations; `state`: a checkpoint to continue.  Returns (results, run folder)."""
-    agent, name, figures, finished, interrupted = Agent(cfg), "PriorZero" if cfg.alpha else "UniZero", defaultdict(list), [], []
+    agent, name, figures, finished, interrupted = Agent(cfg), "PriorZero" if cfg.alpha else "UniZero", [], [], []
     with (EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(False)) as pool,
           EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(True)) as eval_pool):
         run_dir = open_run_dir(cfg, state)
@@ -1032,14 +912,13 @@ def train(cfg, state=None):
             before, cooled = agent.env_steps, min(1.0, 2 * agent.env_steps / cfg.env_steps)
             over, new = collect(agent, pool, games, cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature))
             finished += over
-            add_figures(figures, new)
-            learn(agent, figures)
+            figures += [new, *learn(agent)]
             bar.update(cfg.num_envs)
             last = agent.env_steps >= cfg.env_steps or interrupted
             evaluated, logged, saved = (every and agent.env_steps // every > before // every
                                         for every in (cfg.eval_every, cfg.log_every, cfg.save_every))
             result = evaluate(agent, eval_pool) if evaluated and not last else {}
-            if logged or result or last:
+            if logged or result or saved or last:
                 write_log(run_dir, agent, figures, finished, result)
             if saved or last:
                 save_checkpoint(run_dir / "checkpoint.pt", agent, games, results)
@@ -1076,11 +955,9 @@ def main(argv=None):
     cfg, state = Config(**PRESETS.get(explicit.get("env"), {}) | explicit), None
     cfg.validate()
     if "plot" in modes:
-        from benchmarks.plot import plot
-        return plot(modes["plot"], "curves.png", SHOWN[:16], "env_steps")
-    if "warm_start" in modes:
-        from tiny_lm_babyai import make  # not part of the method: it stands in for the pretraining of a real LLM
-        return make.main(cfg)
+        return importlib.import_module("benchmarks.plot").plot(modes["plot"], "curves.png", SHOWN[:16], "env_steps")
+    if "warm_start" in modes:  # not part of the method: it stands in for the pretraining of a real LLM
+        return importlib.import_module("tiny_lm_babyai.make").main(cfg)
     if "eval" in modes or "resume" in modes:
         path = Path(modes.get("eval") or modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
         state = load_checkpoint(path)

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from envs import make_env
-from priorzero import TINY_FOLDER, answer_ids, encode_prompt, make_llm, pad
+from lm import LanguageModel, pad
+from priorzero import TINY_FOLDER, encode_prompt
 
 LEVELS = ("GoToRedBallGrey", "GoToRedBall", "GoToObjS6", "GoToLocalS8N7", "GoToRedBlueBall", "GoToDoor", "PickupDistDebug", "PickupAbove")
 COLORS = ("red", "green", "blue", "purple", "yellow", "grey")
@@ -96,16 +97,16 @@ def train(llm, examples, steps, lr, rng, batch_size=32, prompt_weight=0.1):
         bar.set_postfix(loss=f"{float(loss):.3f}", refresh=False)
 
 
-def main(cfg, episodes=400, steps=1500, noise=0.2, width=96, layers=2, heads=4):
+def main(cfg, episodes=250, steps=1000, noise=0.2, width=64, layers=2, heads=4):
     """Collect expert steps, build the tokenizer, imitate, and write the LM to tiny_lm_babyai/."""
     rng = random.Random(cfg.seed)
     torch.manual_seed(cfg.seed)
     demos = collect(episodes, noise, rng)
     tokenizer = build_tokenizer([f"{obs} {action} Did: nothing, Action: drop front behind left right you on your the in of open toggle "
                                  "go through pick up put next to then and after" for obs, _, action in demos])
-    llm = make_llm(build_model(len(tokenizer), width, layers, heads), tokenizer, cfg)
+    llm = LanguageModel(tokenizer, build_model(len(tokenizer), width, layers, heads), cfg)
     label = llm.ids("Action:")
-    examples = [(encode_prompt(llm, cfg, obs, [], history) + label, answer_ids(llm, action)) for obs, history, action in demos]
+    examples = [(encode_prompt(llm, cfg, obs, [], history) + label, llm.answer_ids(action)) for obs, history, action in demos]
     print(f"{len(demos)} expert steps, {len(tokenizer)} tokens, {sum(p.numel() for p in llm.model.parameters()):,} parameters")
     train(llm, examples, steps, 3e-3, rng)
     tokenizer.save_pretrained(TINY_FOLDER)

@@ -1,0 +1,496 @@
+"""The parts of priorzero.py that hold weights: world model, search, replay, LLM scores and the two training phases."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import priorzero as pz
+import tiny_priorzero as tiny
+from lm import LanguageModel
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A UniZero agent with some episodes in its replay, its heads away from zero."""
+    agent = tiny.agent(monkeypatch)
+    agent.games = tiny.collected(agent)
+    shake(agent.model)
+    return agent
+
+
+@pytest.fixture
+def guided(monkeypatch):
+    """A PriorZero agent with some episodes in its replay."""
+    agent = tiny.agent(monkeypatch, alpha=0.5, llm_updates=3)
+    agent.games = tiny.collected(agent, steps=12)
+    return agent
+
+
+def shake(model, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=g))
+
+
+def roots_of(agent, histories):
+    """Roots of made-up histories: a list of (observations, actions between them) for each row; the list of actions is always the same."""
+    actions = agent.bank(["press red", "press green", "press blue"])
+    obs = pz.pad([agent.bank(o) for o, _ in histories], "cpu")
+    taken = pz.pad([agent.bank(a) for _, a in histories], "cpu")
+    return pz.encode_roots(agent.model, agent.bank, obs, taken, torch.tensor([actions] * len(histories)))
+
+
+HISTORIES = [(["one", "two words", "three"], ["press red", "press blue"]), (["alone"], []), (["two", "of them"], ["press green"])]
+
+
+# ---- World model ---------------------------------------------------------------------------------------------------------
+
+def test_the_start_is_neutral(monkeypatch):
+    agent = tiny.agent(monkeypatch)
+    roots = roots_of(agent, HISTORIES)
+    assert roots.logits.abs().max() == 0 and roots.value.abs().max() < 1e-6
+    step = pz.imagine(agent.model, roots, torch.zeros(3, 1, 2, *roots.past.shape[2:]), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
+    assert step.reward.abs().max() < 1e-6 and step.value.abs().max() < 1e-6 and (step.discount == 0.9).all()
+
+
+@torch.no_grad()
+def test_cached_equals_full_context(alone):
+    """Three imagined steps with stored keys/values against one pass over all tokens, rows of different history length."""
+    model, roots = alone.model, roots_of(alone, HISTORIES)
+    choices, stored, steps = torch.tensor([[0, 2, 1], [1, 1, 0], [2, 0, 2]]), [], []
+    for depth in range(1, 4):
+        path = torch.stack([*reversed(stored), torch.zeros(3, 2, *roots.past.shape[2:])], 1)  # the parent first, the root last
+        mask = torch.ones(3, depth, dtype=torch.bool)
+        path, mask = (torch.cat([x, torch.full_like(x[:, :1], 7 if x is path else 0)], 1) for x in (path, mask))  # padding may hold anything
+        steps.append(pz.imagine(model, roots, path, mask, choices[:, depth - 1], 0.9))
+        stored.append(steps[-1].embedding)
+    for row, (obs, taken) in enumerate(HISTORIES):
+        z, = pz.encode_texts(model, alone.bank, torch.tensor(alone.bank(obs)))
+        a = pz.encode_texts(model, alone.bank, torch.tensor(alone.bank(taken), dtype=torch.long))[0] if taken else z[:0]
+        tokens = [t for pair in zip(z, [*a, None]) for t in pair][:-1]
+        for depth, step in enumerate(steps):
+            tokens.append(roots.tokens[row, choices[row, depth]])
+            x = model.run(torch.stack(tokens)[None] + model.positions[:len(tokens)])[0][0, -1]
+            assert torch.allclose(model.decode(model.reward, x), step.reward[row], atol=1e-5)
+            tokens.append(model.normalize(model.latent(x)))
+            x = model.run(torch.stack(tokens)[None] + model.positions[:len(tokens)])[0][0, -1]
+            assert torch.allclose(model.decode(model.value, x), step.value[row], atol=1e-5)
+            assert torch.allclose(model.score(x[None], roots.keys[row:row + 1])[0], step.prior_logits[row], atol=1e-5)
+
+
+@torch.no_grad()
+def test_root_equals_training_forward(alone):
+    obs, taken = HISTORIES[0]
+    z, a = pz.encode_texts(alone.model, alone.bank, torch.tensor([alone.bank(obs)]), torch.tensor([alone.bank([*taken, "go"])]))
+    at_obs, _ = alone.model(z, a)
+    roots = roots_of(alone, HISTORIES)
+    assert torch.allclose(alone.model.decode(alone.model.value, at_obs[0, 2]), roots.value[0], atol=1e-5)
+    assert torch.allclose(alone.model.score(at_obs[:, 2], roots.keys[:1])[0], roots.logits[0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_do_not_touch_each_other(alone):
+    together = roots_of(alone, HISTORIES)
+    for row, history in enumerate(HISTORIES):
+        by_itself = roots_of(alone, [history])
+        assert torch.allclose(by_itself.value[0], together.value[row], atol=1e-5)
+        assert torch.allclose(by_itself.logits[0], together.logits[row], atol=1e-5)
+
+
+def test_an_action_is_its_text(alone):
+    """The same command at another place of the list: its score moves with it."""
+    lists = torch.tensor([alone.bank(["press red", "press green"]), alone.bank(["press green", "press red"])])
+    obs = torch.tensor([alone.bank(["one"])] * 2)
+    roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists)
+    assert torch.allclose(roots.logits[0], roots.logits[1].flip(0), atol=1e-6)
+
+
+# ---- Search --------------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def test_the_prior_is_injected_at_the_root_only(alone):
+    roots = roots_of(alone, HISTORIES)
+    llm = torch.tensor([[-0.1, -3.0, -3.0]] * 3)
+    logits = pz.fuse_root_prior(roots.logits, llm, roots.valid, 0.5, 1.0)
+    tree = pz.tree_search(alone.model, roots, logits, alone.cfg, 16, False, None).tree
+    assert torch.allclose(tree.children_prior[:, 0], logits.softmax(-1), atol=1e-6)
+    checked = 0
+    for row in range(3):
+        for node in range(1, 17):
+            actions, at = [], node
+            while at > 0:
+                actions.insert(0, int(tree.action_from_parent[row, at]))
+                at = int(tree.parent[row, at])
+            if not actions:
+                continue
+            stored = []
+            for depth, action in enumerate(actions, 1):
+                path = torch.stack([*reversed(stored), torch.zeros(3, 2, *roots.past.shape[2:])], 1)
+                step = pz.imagine(alone.model, roots, path, torch.ones(3, depth, dtype=torch.bool), torch.tensor([action] * 3), 0.97)
+                stored.append(step.embedding)
+            assert torch.allclose(tree.children_prior[row, node], step.prior_logits[row].softmax(-1), atol=1e-5)
+            checked += 1
+    assert checked > 20
+
+
+@torch.no_grad()
+def test_case34_invalid_actions_and_noise(alone):
+    actions = alone.bank(["press red", "press green", "press blue"])
+    lists = torch.tensor([actions, [actions[0], actions[2], 0]])
+    obs = torch.tensor([alone.bank(["one"])] * 2)
+    roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists)
+    result = pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, True, torch.Generator().manual_seed(0))
+    assert (result.visit_counts.sum(1) == 12).all() and result.visit_counts[1, 2] == 0
+    assert torch.allclose(result.tree.children_prior[1].sum(-1)[:5], torch.ones(5)) and result.tree.children_prior[1, :5, 2].max() < 1e-6
+    plain = [pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, False, None).visit_counts for _ in range(2)]
+    assert torch.equal(*plain)  # case 56: without noise two searches are the same
+
+
+def test_depth_stays_within_the_positions():
+    for window, context in ((6, 3), (10, 4), (2, 2), (10, 1)):
+        depth = (2 * window - 2 * context + 1) // 2
+        assert depth >= 0 and (2 * context - 1) + 2 * depth <= 2 * window < (2 * context - 1) + 2 * (depth + 1) + 1
+
+
+# ---- Replay and targets --------------------------------------------------------------------------------------------------
+
+class Played:
+    """A finished game with given rewards."""
+
+    def __init__(self, number, rewards, terminated):
+        self.steps = [{"obs": number + t, "action": 1, "reward": r, "list": [1, 2], "visits": [0.75, 0.25]} for t, r in enumerate(rewards)]
+        self.number, self.terminated = number + len(rewards), terminated
+
+
+def test_windows_end_with_the_episode():
+    replay = pz.Replay(1000, 4, "cpu")
+    assert replay.add(Played(100, [1.0, 0, 2], True)) == 0 and replay.add(Played(200, [5.0], False)) == 4
+    w = replay.window(torch.tensor([0, 2, 4]), 5)
+    assert w.obs.tolist() == [[100, 101, 102, 103, 103], [102, 103, 103, 103, 103], [200, 201, 201, 201, 201]]
+    assert w.mask.long().tolist() == [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert w.terminated.long().tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert w.truncated.long().tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert w.reward[0].tolist() == [1, 0, 2, 0, 0] and w.list[0, 0].tolist() == [1, 2, 0, 0] and w.visits[0, 3].sum() == 0
+    ten = torch.full((3, 5), 10.0)
+    q = pz.n_step_targets(w.reward[:, :-1], ten, w.terminated[:, :-1], w.truncated[:, :-1], 0.9, 3)
+    assert torch.allclose(q[0], torch.tensor([2.62, 1.8, 2.0, 0.0])) and torch.allclose(q[1, :2], torch.tensor([2.0, 0.0]))
+    assert q[2, 0] == pytest.approx(14.0)  # 5 + .9 * 10: the time limit is no end
+
+
+def test_draws_are_uniform_over_all_steps():
+    replay = pz.Replay(1000, 4, "cpu")
+    replay.add(Played(100, [0.0], True)), replay.add(Played(200, [0.0] * 7, True))
+    counts = torch.bincount(replay.draw(8000, torch.Generator().manual_seed(0)), minlength=10)
+    assert counts[1] == 0 and counts[9] == 0  # the observations behind the ends are no steps
+    assert counts[[0, 2, 3, 4, 5, 6, 7, 8]].min() > 850 and counts.sum() == 8000
+
+
+def test_the_ring_keeps_whole_steps():
+    replay = pz.Replay(20, 4, "cpu")
+    for n in range(12):
+        first = replay.add(Played(100 * n, [float(n)] * (1 + n % 5), True))
+        starts = replay.draw(200, torch.Generator().manual_seed(n))
+        w = replay.window(starts, 6)
+        assert (w.obs // 100 == w.obs[:, :1] // 100).all()  # no window holds two episodes
+        assert replay.data["serial"][first] == n + 1 and (w.reward[:, 0] == w.obs[:, 0] // 100).all()
+
+
+def test_behind_a_win_the_value_learns_zero(alone):
+    """The loss sees value 0 at the observation behind a terminated episode, and nothing there behind a truncated one."""
+    replay, cfg = pz.Replay(1000, 5, "cpu"), alone.cfg
+    a, b = (replay.add(Played(1, [1.0], terminated)) for terminated in (True, False))
+    losses = []
+    for place in (a, b):
+        w = replay.window(torch.tensor([place]), cfg.window + cfg.td_steps)
+        alone.model.zero_grad()
+        losses.append(pz.world_model_losses(alone.model, alone.target, alone.bank, w, cfg)[1]["value_loss"])
+        z, act = pz.encode_texts(alone.model, alone.bank, w.obs[:, :cfg.window], w.action[:, :cfg.window])
+        logp = alone.model.value(alone.model(z, act)[0]).log_softmax(-1)[0]
+        v_next = pz.target_values(alone.target, alone.bank, w, cfg)[0][0, 1]
+        first = pz.two_hot(pz.value_transform(1.0 + (0 if place == a else cfg.gamma * v_next)), alone.model.support)
+        rows = [-(first * logp[0]).sum()] + ([-logp[t, 50] for t in range(1, cfg.window)] if place == a else [])
+        assert torch.allclose(losses[-1], torch.stack(rows).mean(), atol=1e-5)
+
+
+@torch.no_grad()
+def test_target_values_have_history(alone):
+    """Values at steps H .. H+n-1 come with at least n real steps before them; all are the target's, not the online model's."""
+    cfg, starts = alone.cfg, alone.replay.draw(8, torch.Generator().manual_seed(0))
+    w = alone.replay.window(starts, cfg.window + cfg.td_steps)
+    values, z = pz.target_values(alone.target, alone.bank, w, cfg)
+    assert values.shape == (8, cfg.window + cfg.td_steps) and z.shape[:2] == values.shape
+    later = alone.replay.window(starts, 100)
+    for j in range(cfg.window + cfg.td_steps):
+        first = 0 if j < cfg.window else cfg.td_steps
+        obs, action = (x[:, first:first + cfg.window] for x in (later.obs, later.action))
+        zz, aa = pz.encode_texts(alone.target, alone.bank, obs, action)
+        expected = alone.target.decode(alone.target.value, alone.target(zz, aa)[0])[:, j - first]
+        assert torch.allclose(values[:, j], expected, atol=1e-5)
+    before = values.clone()
+    shake(alone.model, 5)
+    assert torch.equal(pz.target_values(alone.target, alone.bank, w, cfg)[0], before)
+
+
+def test_case40_target_network_lags(alone):
+    old = [p.clone() for p in alone.target.parameters()]
+    pz.update_world_model(alone)
+    for was, now, online in zip(old, alone.target.parameters(), alone.model.parameters()):
+        assert torch.allclose(now, 0.95 * was + 0.05 * online, atol=1e-6) and not now.requires_grad
+    assert not alone.target.training and alone.wm_updates == 1
+
+
+def test_case55_a_non_finite_loss_stops_the_run(alone):
+    with torch.no_grad():
+        alone.model.value[0].weight[0, 0] = float("nan")
+    before = copy.deepcopy(alone.model.state_dict())
+    with pytest.raises(FloatingPointError, match="world-model update 0: .* places"):
+        pz.update_world_model(alone)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before.values(), alone.model.state_dict().values()))
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "simnorm"])
+def test_one_batch_can_be_learnt(monkeypatch, norm):
+    agent = tiny.agent(monkeypatch, latent_norm=norm, wm_lr=5e-3)
+    tiny.collected(agent, steps=20)
+    w = agent.replay.window(agent.replay.draw(16, agent.generators["replay"]), agent.cfg.window + agent.cfg.td_steps)
+    history = []
+    for _ in range(80):
+        loss, terms = pz.world_model_losses(agent.model, agent.target, agent.bank, w, agent.cfg)
+        loss.backward()
+        agent.optimizer.step(), agent.optimizer.zero_grad()
+        history.append({k: float(v.detach()) for k, v in terms.items()})
+    assert history[-1]["reward_loss"] < 0.1 and history[-1]["value_loss"] < 0.5 * history[0]["value_loss"]
+    assert history[-1]["policy_loss"] < history[0]["policy_loss"] - 0.1
+
+
+# ---- The LLM's scores ----------------------------------------------------------------------------------------------------
+
+ACTIONS = [["go", "go north", "press red"], ["press blue"], ["press green", "go"]]
+PROMPTS = ["a short one.", "this prompt is a good deal longer than the others.", "x"]
+
+
+def full_logps(llm, context, action):
+    """Log-probabilities of " <action><eos>" from a forward pass of its own, without cache, mask or padding."""
+    answer = llm.answer_ids(action)
+    ids = torch.tensor([context + answer])
+    return llm.model(input_ids=ids).logits[0, len(context) - 1:-1].log_softmax(-1)[range(len(answer)), answer]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@torch.no_grad()
+def test_scores_equal_separate_passes(kind):
+    llm = tiny.language_model(kind=kind)
+    for budget in (10**6, 1):  # all rows together, one by one
+        llm.token_budget = budget
+        scores = pz.action_scores(llm, PROMPTS, ["Action:"] * 3, ACTIONS)
+        for row, (prompt, actions) in enumerate(zip(PROMPTS, ACTIONS)):
+            for n, action in enumerate(actions):
+                expected = full_logps(llm, llm.ids(prompt) + llm.ids("Action:"), action)
+                assert scores[row][n] == pytest.approx(float(expected.mean()), abs=1e-4)
+    fewer = pz.action_scores(llm, PROMPTS[:1], ["Action:"], [["go north"]])  # case 41: leaving one out changes no other
+    assert fewer[0][0] == pytest.approx(float(scores[0][1]), abs=1e-4)
+
+
+def test_case41_context_and_action_are_tokenised_apart():
+    llm = tiny.language_model()
+    assert llm.answer_ids("go") == [*llm.ids(" go"), 1] and llm.answer_ids("go north")[:1] == llm.ids(" go")
+    assert all(len(llm.answer_ids(a)) > 1 for row in ACTIONS for a in row)
+
+
+def samples_of(llm, cfg, seed=0):
+    """Samples as a rollout stores them, the second one with an analysis."""
+    actions = [row[0] for row in ACTIONS]
+    analyses = pz.generate_analyses(llm, [llm.ids(p) for p in PROMPTS], cfg, torch.Generator().manual_seed(seed))
+    logps = pz.action_logps(llm, [llm.ids(p) + a["ids"] for p, a in zip(PROMPTS, analyses)], [[a] for a in actions])
+    return [{"prompt": llm.ids(p), **a, "action": act, "action_logps": x[0]} for p, a, act, x in zip(PROMPTS, analyses, actions, logps)]
+
+
+@pytest.mark.parametrize("cot", [False, True])
+def test_case3_first_ratio_is_one(cot):
+    cfg = tiny.settings(cot=cot, max_cot_len=12)
+    llm = LanguageModel(tiny.tokenizer(), tiny.lm(attention_dropout=0.1), cfg)
+    llm.model.train()  # whatever mode: no dropout is left
+    samples = samples_of(llm, cfg)
+    logp = pz.response_logps(llm, samples)
+    for row, s in enumerate(samples):
+        old = torch.tensor(s["logps"] + s["action_logps"])
+        scored = torch.tensor(s["written"] + [1] * len(s["action_logps"])).bool()
+        assert (logp[row, :len(old)] - old)[scored].abs().max() < 1e-4 and len(s["ids"]) == len(s["logps"]) == len(s["written"])
+        assert logp[row, len(old):].abs().sum() == 0
+    with torch.no_grad():
+        llm.swap_start()
+        assert torch.equal(pz.response_logps(llm, samples), logp)  # KL to the start: 0
+        llm.swap_start()
+
+
+def test_case1_padding_does_not_matter():
+    llm = tiny.language_model()
+    samples = samples_of(llm, tiny.settings())
+    together = pz.response_logps(llm, samples)
+    for row, s in enumerate(samples):
+        by_itself = pz.response_logps(llm, [s])[0]
+        assert torch.allclose(together[row, :len(by_itself)], by_itself, atol=1e-5)
+
+
+def test_analysis_is_cut_at_the_action():
+    llm = tiny.language_model()
+    text = "Reasoning: a lamp.\nAction: press red\n\nmore"
+    ids = llm.ids(text)
+    a = pz.cut_analysis(llm, ids, list(range(len(ids))))
+    assert llm.tokenizer.decode(a["ids"]) == "Reasoning: a lamp.\nAction:" and a["format_ok"] and a["written"] == [1] * len(a["ids"])
+    assert a["logps"] == list(range(len(a["ids"])))
+    b = pz.cut_analysis(llm, [*llm.ids("I am lost"), 1, 5], [0.0] * 20)  # EOS, then anything
+    assert llm.tokenizer.decode(b["ids"]) == "I am lost\nAction:" and not b["format_ok"]
+    assert sum(b["written"]) == len(llm.ids("I am lost")) and b["written"][-1] == 0  # what we add is not trained
+
+
+def test_case22_prompt_history():
+    llm, cfg = tiny.language_model(), tiny.settings(history_len=2)
+    history = [(f"o{t}", f"a{t}", float(t)) for t in range(3)]
+    text = llm.tokenizer.decode(pz.encode_prompt(llm, cfg, "o3", ["go"], history))
+    assert "o0" not in text and "Step 2. Observation: o1\nAction: a1\nReward: 1" in text and "Step 3. Observation: o2\nAction: a2" in text
+    assert text.index("o2") < text.index("CURRENT OBSERVATION ===\no3") < text.index("VALID ACTIONS ===\ngo")
+    assert "(none)" in llm.tokenizer.decode(pz.encode_prompt(llm, cfg, "o0", ["go"], []))
+    short = tiny.settings(history_len=2, max_prompt_len=len(pz.encode_prompt(llm, cfg, "o3", ["go"], history[:1])))
+    text = llm.tokenizer.decode(pz.encode_prompt(llm, short, "o3", ["go"], history))
+    assert "o1" not in text and "o3" in text and text.rstrip().endswith("copied exactly>")  # the oldest goes first, never the end
+
+
+def test_case7_no_pad_token():
+    llm = LanguageModel(tiny.tokenizer(pad_token=None), tiny.lm(), tiny.settings())
+    scores = pz.action_scores(llm, PROMPTS, ["Action:"] * 3, ACTIONS)
+    assert llm.tokenizer.pad_token == "</s>"
+    expected = pz.action_scores(tiny.language_model(), PROMPTS, ["Action:"] * 3, ACTIONS)
+    assert all(torch.allclose(a, b) for a, b in zip(scores, expected))
+
+
+# ---- The LLM's phase -----------------------------------------------------------------------------------------------------
+
+def test_a_prior_is_computed_once(guided, monkeypatch):
+    calls = []
+    monkeypatch.setattr(pz, "action_logps", lambda llm, contexts, actions: calls.append(len(contexts)) or [[[-1.0]] * len(a) for a in actions])
+    guided.llm.cache.clear()
+    games = list(guided.games.values())
+    first, again = (pz.llm_priors(guided.llm, games * 2, guided.cfg, None) for _ in range(2))
+    assert len(calls) == 1 and calls[0] <= len(games) and first == again
+
+
+def test_gradients_do_not_cross(guided):
+    """The world model's update leaves the LLM alone, the LLM's phase the world model; both change what is theirs."""
+    state = lambda module: {n: p.clone() for n, p in module.state_dict().items()}  # noqa: E731
+    same = lambda a, b: all(torch.equal(a[n], b[n]) for n in a)  # noqa: E731
+    wm, llm = state(guided.model), state(guided.llm.model)
+    pz.update_world_model(guided)
+    assert not same(wm, state(guided.model)) and same(llm, state(guided.llm.model))
+    assert all(p.grad is None for p in guided.llm.model.parameters())
+    wm, target = state(guided.model), state(guided.target)
+    figures = pz.train_llm(guided)
+    assert same(wm, state(guided.model)) and same(target, state(guided.target)) and not same(llm, state(guided.llm.model))
+    assert all(p.grad is None for p in guided.model.parameters())
+    assert figures["first_ratio_deviation"] < 1e-4 and guided.llm.version == 3 and not guided.samples and not guided.llm.cache
+
+
+def test_advantages_come_from_the_target(guided):
+    shake(guided.target)
+    samples, replay, cfg = guided.samples, guided.replay, guided.cfg
+    advantages = pz.sample_advantages(guided, samples)
+    for n in range(0, len(samples), 5):
+        first, t = samples[n]["first"], samples[n]["time"]
+        back = min(t, cfg.window - 1 - cfg.td_steps)
+        w = replay.window(torch.tensor([first + t - back]), cfg.window)
+        z, a = pz.encode_texts(guided.target, guided.bank, w.obs, w.action)
+        v = guided.target.decode(guided.target.value, guided.target(z, a)[0])[0].tolist()
+        q, discount = 0.0, 1.0
+        for i in range(cfg.td_steps):
+            q += discount * float(w.reward[0, back + i])
+            discount *= cfg.gamma
+            if w.terminated[0, back + i] or w.truncated[0, back + i]:
+                q += 0 if w.terminated[0, back + i] else discount * v[back + i + 1]
+                break
+        else:
+            q += discount * v[back + cfg.td_steps]
+        assert float(advantages[n]) == pytest.approx(q - v[back], abs=1e-4)
+    shake(guided.model)  # the online model has no say
+    assert torch.equal(pz.sample_advantages(guided, samples), advantages)
+
+
+def test_micro_batches_do_not_change_the_gradient(guided):
+    samples, advantages, gradients = guided.samples[:8], torch.linspace(-1, 1, 8), []
+    shake(guided.llm.model)  # away from the start: KL and clipping act
+    for budget in (10**6, 1):
+        object.__setattr__(guided.cfg, "token_budget", budget)
+        sums = pz.backward_llm(guided, samples, advantages)
+        gradients.append([p.grad.clone() for p in guided.llm.model.parameters()] + [sums])
+        guided.llm.model.zero_grad()
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*gradients))
+
+
+def test_llm_learns_what_paid(guided):
+    """Advantage 1 for one action and -1 for another: the scores move apart."""
+    llm, cfg = guided.llm, guided.cfg
+    contexts = [llm.ids("a lamp") + llm.ids("Action:")] * 2
+    def gap():
+        a, b = pz.action_logps(llm, contexts[:1], [["press red", "press blue"]])[0]
+        return sum(a) / len(a) - sum(b) / len(b)
+    old = pz.action_logps(llm, contexts, [["press red"], ["press blue"]])
+    label = {"ids": llm.ids("Action:"), "logps": [0.0] * len(llm.ids("Action:")), "written": [0] * len(llm.ids("Action:")), "format_ok": True}
+    samples = [{"prompt": llm.ids("a lamp"), **label, "action": a, "action_logps": o[0]} for a, o in zip(("press red", "press blue"), old)]
+    before = gap()
+    for _ in range(3):
+        pz.backward_llm(guided, samples, torch.tensor([1.0, -1.0]))
+        guided.llm_optimizer.step(), guided.llm_optimizer.zero_grad()
+    assert gap() > before + 0.01
+
+
+def test_case51_lora_leaves_the_base_alone(monkeypatch):
+    agent = tiny.agent(monkeypatch, alpha=0.5, lora_rank=2, llm_updates=2, llm_lr=1e-2)
+    base = {n: p.clone() for n, p in agent.llm.model.named_parameters() if not p.requires_grad}
+    assert base and all("lora_" in n for n in agent.llm.trainable())
+    plain = tiny.language_model()
+    assert torch.allclose(pz.action_scores(agent.llm, ["x"], ["Action:"], [["go"]])[0], pz.action_scores(plain, ["x"], ["Action:"], [["go"]])[0])
+    tiny.collected(agent, steps=12)
+    adapters = {n: p.clone() for n, p in agent.llm.trainable().items()}
+    pz.train_llm(agent)
+    now = dict(agent.llm.model.named_parameters())
+    assert all(torch.equal(p, now[n]) for n, p in base.items()) and any(not torch.equal(p, now[n]) for n, p in adapters.items())
+
+
+def test_case52_priors_follow_the_weights(guided):
+    games = list(guided.games.values())
+    before = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    pz.train_llm(guided)
+    after = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    assert before[0]["action_logps"] != after[0]["action_logps"]
+
+
+def test_switches_change_what_is_played(guided, monkeypatch):
+    """--no-mcts acts from the fused prior, --llm_only from the LLM alone; neither searches."""
+    games = list(guided.games.values())
+    priors = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    best = [max(range(len(p["action_logps"])), key=lambda n: sum(p["action_logps"][n]) / len(p["action_logps"][n])) for p in priors]
+    monkeypatch.setattr(pz, "tree_search", None)
+    assert pz.decide(guided, games, 8, 0.0, False, guided.generators, llm_only=True)[0] == best
+    guided.cfg.mcts = False
+    _, policies, _, _ = pz.decide(guided, games, 8, 1.0, False, guided.generators)
+    scores = torch.tensor([sum(x) / len(x) for x in priors[0]["action_logps"]]).softmax(0)
+    assert torch.allclose(torch.tensor(policies[0][:len(scores)]), 0.5 / len(scores) + 0.5 * scores, atol=1e-4)  # its own prior is uniform
+
+
+def test_schedule_of_phases(monkeypatch):
+    for changed, expected in (({}, [(14, 3), (18, 6), (22, 9)]), ({"alternate": False}, [(1, 1), (2, 2), (3, 3)]), ({"freeze_llm": True}, [])):
+        agent = tiny.agent(monkeypatch, alpha=0.5, wm_updates=4, llm_updates=3, wm_warmup=10, **changed)
+        tiny.collected(agent, steps=12)
+        phases = []
+        def phase(agent):
+            agent.llm.version += agent.phase[1]
+            phases.append((agent.wm_updates, agent.llm.version))
+            return {}
+        monkeypatch.setattr(pz, "train_llm", phase)
+        monkeypatch.setattr(pz, "update_world_model", lambda agent: setattr(agent, "wm_updates", agent.wm_updates + 1) or {})
+        agent.env_steps = 8 + 22
+        pz.learn(agent)
+        monkeypatch.undo()
+        assert phases[:3] == expected, changed
