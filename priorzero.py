@@ -45,7 +45,7 @@ from mcts import Root, Step, action_probs, search
 
 HASH_BUCKETS = 8192  # rows of the hash encoder's table
 TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
-PRESETS = {"jericho": dict(gamma=0.95, max_actions=55, kl_coef=0.01, format_weight=0.5)}  # defaults that differ from BabyAI's
+PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, max_actions=55, kl_coef=0.01, format_weight=0.5)}  # defaults that differ from BabyAI's
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm llm_kl "
          "llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
 
@@ -70,7 +70,7 @@ class Config:
     model: str = flag("tiny", "causal LM of the prior: tiny (shipped, BabyAI), a Hugging Face name, a folder, or a .gguf file")
     alpha: float = flag(0.5, "weight of the LLM in the root prior; 0 = UniZero, no LLM is loaded (PZ: 0.5)", low=0, high=1)
     adaptive_alpha: bool = flag(False, "alpha between 0.3 and 0.7, the higher the surer the world model is (PZ 3.2)")
-    prior_temperature: float = flag(1.0, "softmax temperature of the LLM's scores (PZ: 1)", low=1e-6)
+    prior_temperature: float = flag(0.25, "softmax temperature of the LLM's scores (PZ: 1; means over few word tokens are flat)", low=1e-6)
     cot: bool = flag(True, "the LLM analyses the situation before actions are scored (the tiny LM never does)")
     max_cot_len: int = flag(512, "tokens of an analysis at most (PZ: 512)", low=1)
     history_len: int = flag(10, "past steps in the LLM's prompt (code: BabyAI 10, Jericho 25)", low=0)
@@ -542,7 +542,7 @@ def generate_analyses(llm, prompts, cfg, generator):
         tokens.append(step := torch.multinomial(log_probs.exp(), 1, generator=generator))
         logps.append(log_probs.gather(1, step))
         mask, rows = F.pad(mask, (0, 1), value=1), torch.cat(tokens, 1).tolist()
-        if all(llm.tokenizer.eos_token_id in row or "\n\n" in llm.tokenizer.decode(row).strip() for row in rows):
+        if all(llm.tokenizer.eos_token_id in row or "\n\n" in llm.tokenizer.decode(row).lstrip() for row in rows):
             break
     return [cut_analysis(llm, *row) for row in zip(rows, torch.cat(logps, 1).tolist())]
 
@@ -551,7 +551,7 @@ def cut_analysis(llm, ids, logps):
     def first(found):
         return next((n for n in range(1, len(ids) + 1) if found(llm.tokenizer.decode(ids[:n]))), len(ids))
     ids = ids[:ids.index(llm.tokenizer.eos_token_id)] if llm.tokenizer.eos_token_id in ids else ids
-    ids = ids[:first(lambda text: "\n\n" in text.strip())]
+    ids = ids[:first(lambda text: "\n\n" in text.lstrip())]
     good, ids = format_ok(llm.tokenizer.decode(ids)), ids[:first(lambda text: "Action:" in text)]
     added = [] if "Action:" in llm.tokenizer.decode(ids) else llm.ids("\nAction:")
     return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added), "format_ok": good}

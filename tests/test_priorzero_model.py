@@ -24,15 +24,15 @@ def alone(monkeypatch):
 def guided(monkeypatch):
     """A PriorZero agent with some episodes in its replay."""
     agent = tiny.agent(monkeypatch, alpha=0.5, llm_updates=3)
-    agent.games = tiny.collected(agent, steps=12)
+    agent.games = tiny.collected(agent, steps=9)
     return agent
 
 
-def shake(model, seed=1):
+def shake(model, seed=1, scale=0.3):
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=g))
+            p.add_(scale * torch.randn(p.shape, generator=g))
 
 
 def roots_of(agent, histories):
@@ -210,7 +210,7 @@ def test_behind_a_win_the_value_learns_zero(alone):
         z, act = pz.encode_texts(alone.model, alone.bank, w.obs[:, :cfg.window], w.action[:, :cfg.window])
         logp = alone.model.value(alone.model(z, act)[0]).log_softmax(-1)[0]
         v_next = pz.target_values(alone.target, alone.bank, w, cfg)[0][0, 1]
-        first = pz.two_hot(pz.value_transform(1.0 + (0 if place == a else cfg.gamma * v_next)), alone.model.support)
+        first = pz.two_hot(pz.value_transform(1.0 + v_next * (0 if place == a else cfg.gamma)), alone.model.support)
         rows = [-(first * logp[0]).sum()] + ([-logp[t, 50] for t in range(1, cfg.window)] if place == a else [])
         assert torch.allclose(losses[-1], torch.stack(rows).mean(), atol=1e-5)
 
@@ -256,14 +256,15 @@ def test_one_batch_can_be_learnt(monkeypatch, norm):
     agent = tiny.agent(monkeypatch, latent_norm=norm, wm_lr=5e-3)
     tiny.collected(agent, steps=20)
     w = agent.replay.window(agent.replay.draw(16, agent.generators["replay"]), agent.cfg.window + agent.cfg.td_steps)
+    w.visits[:] = torch.eye(agent.cfg.max_actions)[0] * w.mask[..., None]  # the targets of an untrained search say nothing
     history = []
-    for _ in range(80):
+    for _ in range(60):
         loss, terms = pz.world_model_losses(agent.model, agent.target, agent.bank, w, agent.cfg)
         loss.backward()
         agent.optimizer.step(), agent.optimizer.zero_grad()
         history.append({k: float(v.detach()) for k, v in terms.items()})
-    assert history[-1]["reward_loss"] < 0.1 and history[-1]["value_loss"] < 0.5 * history[0]["value_loss"]
-    assert history[-1]["policy_loss"] < history[0]["policy_loss"] - 0.1
+    assert history[-1]["reward_loss"] < 0.4 < history[0]["reward_loss"] and history[-1]["value_loss"] < 0.5 * history[0]["value_loss"]
+    assert history[-1]["policy_loss"] < 0.2 < history[0]["policy_loss"]
 
 
 # ---- The LLM's scores ----------------------------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ def test_advantages_come_from_the_target(guided):
 
 def test_micro_batches_do_not_change_the_gradient(guided):
     samples, advantages, gradients = guided.samples[:8], torch.linspace(-1, 1, 8), []
-    shake(guided.llm.model)  # away from the start: KL and clipping act
+    shake(guided.llm.model, scale=0.02)  # away from the start: KL and clipping act
     for budget in (10**6, 1):
         object.__setattr__(guided.cfg, "token_budget", budget)
         sums = pz.backward_llm(guided, samples, advantages)
@@ -451,7 +452,7 @@ def test_case51_lora_leaves_the_base_alone(monkeypatch):
     assert base and all("lora_" in n for n in agent.llm.trainable())
     plain = tiny.language_model()
     assert torch.allclose(pz.action_scores(agent.llm, ["x"], ["Action:"], [["go"]])[0], pz.action_scores(plain, ["x"], ["Action:"], [["go"]])[0])
-    tiny.collected(agent, steps=12)
+    tiny.collected(agent, steps=8)
     adapters = {n: p.clone() for n, p in agent.llm.trainable().items()}
     pz.train_llm(agent)
     now = dict(agent.llm.model.named_parameters())
@@ -475,14 +476,14 @@ def test_switches_change_what_is_played(guided, monkeypatch):
     assert pz.decide(guided, games, 8, 0.0, False, guided.generators, llm_only=True)[0] == best
     guided.cfg.mcts = False
     _, policies, _, _ = pz.decide(guided, games, 8, 1.0, False, guided.generators)
-    scores = torch.tensor([sum(x) / len(x) for x in priors[0]["action_logps"]]).softmax(0)
+    scores = torch.tensor([sum(x) / len(x) / guided.cfg.prior_temperature for x in priors[0]["action_logps"]]).softmax(0)
     assert torch.allclose(torch.tensor(policies[0][:len(scores)]), 0.5 / len(scores) + 0.5 * scores, atol=1e-4)  # its own prior is uniform
 
 
 def test_schedule_of_phases(monkeypatch):
     for changed, expected in (({}, [(14, 3), (18, 6), (22, 9)]), ({"alternate": False}, [(1, 1), (2, 2), (3, 3)]), ({"freeze_llm": True}, [])):
         agent = tiny.agent(monkeypatch, alpha=0.5, wm_updates=4, llm_updates=3, wm_warmup=10, **changed)
-        tiny.collected(agent, steps=12)
+        agent.replay.add(Played(1, [1.0], True))
         phases = []
         def phase(agent):
             agent.llm.version += agent.phase[1]
