@@ -101,3 +101,26 @@ class LanguageModel:
         """fp32 log-probabilities of the next token: [..., D] -> [..., V]."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+
+    @torch.no_grad()
+    def action_logps(self, contexts, actions):
+        """Log-probabilities of the tokens of " <action><eos>" behind each context (token ids): for each context and action a list.
+        Keys and values of a context are computed once; its actions stand behind it side by side in ONE row, where none sees another."""
+        widest = max(map(len, contexts)) + max(sum(len(self.answer_ids(a)) for a in row) for row in actions)
+        size, out = max(1, self.token_budget // widest), []
+        for i in range(0, len(contexts), size):
+            prompts, answers = contexts[i:i + size], [[self.answer_ids(a) for a in row] for row in actions[i:i + size]]
+            prompt, prompt_mask = pad_ids(prompts, self.device, "left")  # [B, P]
+            ids, offset, owner = (pad(rows, self.device) for rows in zip(*(  # [B, S]: token, place in its action, which action (from 1)
+                (sum(row, []), [k for c in row for k in range(len(c))], [n for n, c in enumerate(row, 1) for _ in c]) for row in answers)))
+            same = (owner[:, :, None] == owner[:, None]) & (offset[:, :, None] >= offset[:, None])
+            seen = torch.cat([prompt_mask[:, None].bool().expand(-1, ids.shape[1], -1), same], 2)[:, None]  # [B, 1, S, P + S]
+            first, cache = self.hidden(prompt, prompt_mask, keep=True)
+            bias = torch.zeros(seen.shape, dtype=first.dtype, device=self.device).masked_fill(~seen, torch.finfo(first.dtype).min)
+            later, _ = self.hidden(ids, bias, cache, keep=True, positions=prompt_mask.sum(1, True) + offset)
+            # What predicts a token: the one before it in the same action, or the context's last.
+            before = torch.where(offset[..., None] == 0, first[:, -1:], later.roll(1, 1))
+            b, s = owner.nonzero(as_tuple=True)
+            logp = iter(self.log_probs(before[b, s]).gather(1, ids[b, s][:, None])[:, 0].tolist())
+            out += [[[next(logp) for _ in c] for c in row] for row in answers]
+        return out

@@ -45,9 +45,10 @@ from mcts import Root, Step, action_probs, search
 
 HASH_BUCKETS = 8192  # rows of the hash encoder's table
 TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
-PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, max_actions=55, kl_coef=0.01, format_weight=0.5)}  # defaults that differ from BabyAI's
-SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm llm_kl "
-         "llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
+# Defaults that differ from BabyAI's.
+PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, max_actions=55, kl_coef=0.01, format_weight=0.5)}
+SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm "
+         "llm_kl llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
 
 # ---- Settings -----------------------------------------------------------------------------------------------------------
 def flag(default, help, choices=None, low=None, high=None):
@@ -56,8 +57,7 @@ def flag(default, help, choices=None, low=None, high=None):
 
 @dataclass
 class Config:
-    """Every setting, once; each becomes a command-line flag.  Defaults fit 2 CPU cores; "PZ:" marks the paper's value, "code:" that
-    of its public code."""
+    """Every setting, once; each becomes a command-line flag.  Defaults fit 2 CPU cores; PZ: the paper's value, code: its public code's."""
     env: str = flag("babyai", "environment", ("babyai", "jericho"))
     level: str = flag("PickupLoc", "BabyAI level, or all")
     game: str = flag("detective", "Jericho game")
@@ -98,6 +98,7 @@ class Config:
     warmup_steps: int = flag(400, "environment steps before the first update", low=0)
     batch_size: int = flag(64, "windows per world-model update (PZ: 64)", low=1)
     td_steps: int = flag(5, "n of the n-step targets (PZ: 5)", low=1)
+    reanalyze: float = flag(0.0, "share of a batch whose first policy target is searched anew, without the LLM (code: 0)", low=0, high=1)
     wm_lr: float = flag(1e-3, "learning rate of the world model (PZ: 3e-4)", low=0)
     entropy_weight: float = flag(0.005, "entropy bonus of the policy loss (code: 0.05)", low=0)
     ema: float = flag(0.05, "step of the target network at every update (code: 0.05)", low=0, high=1)
@@ -151,7 +152,7 @@ class Config:
         for name, ok, allowed in (
                 ("width", self.width % math.lcm(8, self.heads) == 0, "must be a multiple of 8 and of --heads"),
                 ("td_steps", self.td_steps < self.window, "must be less than --window"),
-                ("context", self.context <= self.window, "must be at most --window"),
+                ("context", self.context < self.window, "must be less than --window"),
                 ("model", self.env == "babyai" or self.model != "tiny" or not self.alpha, "knows BabyAI only; name an LM, or --alpha 0"),
                 ("device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "choose one of auto, cpu, cuda, cuda:N"),
                 ("device", "cuda" not in self.device or torch.cuda.is_available(), "there is no usable CUDA device; use --device cpu")):
@@ -214,7 +215,7 @@ def fuse_root_prior(wm_logits, llm_scores, valid_mask, alpha, temperature):
     return ((1 - alpha) * wm + alpha * llm + 1e-8).log().masked_fill(invalid, -torch.inf)
 
 def adaptive_alpha(wm_probs, valid_mask, alpha_min, alpha_max):
-    """alpha_min + (alpha_max - alpha_min) (1 - H(pi_WM) / ln |A|): [B, A], [B, A] -> [B].  One valid action: H = 0.  Source: PriorZero 3.2."""
+    """alpha_min + (alpha_max - alpha_min) (1 - H(pi_WM) / ln |A|): [B, A], [B, A] -> [B]; H = 0 for one action.  Source: PriorZero 3.2."""
     entropy = torch.special.entr(wm_probs * valid_mask).sum(-1)
     return alpha_min + (alpha_max - alpha_min) * (1 - entropy / valid_mask.sum(-1).clamp(min=2).log())
 
@@ -362,8 +363,8 @@ def encode_texts(model, bank, *numbers):
     return [F.embedding(part.view(n.shape), table) for part, n in zip(inverse.split([n.numel() for n in numbers]), numbers)]
 
 # ---- Search -------------------------------------------------------------------------------------------------------------
-# Real states at which a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A]; tokens
-# and policy keys of the list's actions [B, A, D]; past [B, 2C-1, L, 2, D]: keys/values of the real history, of which lengths [B] tokens are real.
+# Real states at which a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A];
+# tokens and policy keys of the list's actions [B, A, D]; past [B, 2C-1, L, 2, D]: keys/values of the history, its length in tokens [B].
 Roots = namedtuple("Roots", "logits value valid tokens keys past lengths")
 
 @torch.no_grad()
@@ -420,7 +421,7 @@ class Replay:
         self.write, self.count, self.starts = 0, 0, None
 
     def add(self, game):
-        """Store a finished Game; returns its first place.  `end` is its last place, `time` counts its steps, `serial` numbers the games."""
+        """Store a finished Game; returns its first place.  `end`: its last place, `time` counts its steps, `serial` numbers the games."""
         T, (size, width) = len(game.steps), self.data["list"].shape
         first, self.count, self.starts = self.write if self.write + T < size else 0, self.count + 1, None
         last = {"obs": game.number, "action": 0, "reward": 0.0, "list": [], "visits": []}
@@ -483,6 +484,8 @@ def update_world_model(agent):
     """One update and one step of the target network; returns its figures, scalar tensors."""
     cfg, starts = agent.cfg, agent.replay.draw(agent.cfg.batch_size, agent.generators["replay"])
     window = agent.replay.window(starts, cfg.window + cfg.td_steps)
+    if num_rows := round(cfg.reanalyze * cfg.batch_size):
+        window.visits[:num_rows, 0] = agent.replay.data["visits"][starts[:num_rows]] = reanalyze(agent, starts[:num_rows])
     loss, terms = world_model_losses(agent.model, agent.target, agent.bank, window, cfg)
     loss.backward()
     norm = optimizer_step(agent.optimizer, agent.model.parameters(), 10.0, f"world-model update {agent.wm_updates}", starts)
@@ -490,6 +493,15 @@ def update_world_model(agent):
         torch._foreach_lerp_(list(agent.target.parameters()), list(agent.model.parameters()), cfg.ema)
     agent.wm_updates += 1
     return {"wm_loss": loss.detach(), "wm_grad_norm": norm} | {name: term.detach() for name, term in terms.items()}
+
+@torch.no_grad()
+def reanalyze(agent, places):
+    """Policies [B, A] of a fresh search at these places of the replay, with their real history.  Source: MuZero Reanalyze."""
+    cfg, back = agent.cfg, agent.replay.data["time"][places].clamp(max=agent.cfg.context - 1)
+    w, row = agent.replay.window(places - back, cfg.context), torch.arange(cfg.context, device=places.device)
+    lists = w.list[torch.arange(len(places), device=places.device), back]
+    roots = encode_roots(agent.model, agent.bank, w.obs * (row <= back[:, None]), w.action[:, :-1] * (row[:-1] < back[:, None]), lists)
+    return action_probs(tree_search(agent.model, roots, roots.logits, cfg, cfg.num_simulations, False, None).visit_counts, 1.0)
 
 def optimizer_step(optimizer, parameters, max_norm, name, places):
     """Clip the gradient and step; a non-finite gradient raises before anything changes.  Returns the norm."""
@@ -515,8 +527,8 @@ def encode_prompt(llm, cfg, obs, actions, history):
         return llm.ids(f"Did: {', '.join(a for _, a, _ in history[-2:]) or 'nothing'}. {obs}")[-cfg.max_prompt_len:]
     for first in range(max(len(history) - cfg.history_len, 0), len(history) + 1):
         past = [f"Step {n}. Observation: {o}\nAction: {a}\nReward: {r:g}" for n, (o, a, r) in enumerate(history, 1)][first:]
-        user = "\n".join(["=== HISTORY ===", *(past or ["(none)"]), "\n=== CURRENT OBSERVATION ===", obs, "\n=== VALID ACTIONS ===", *actions,
-                          "\n=== INSTRUCTION ===", FORMAT if cfg.use_cot else FORMAT.splitlines()[-1]])
+        user = "\n".join(["=== HISTORY ===", *(past or ["(none)"]), "\n=== CURRENT OBSERVATION ===", obs, "\n=== VALID ACTIONS ===",
+                          *actions, "\n=== INSTRUCTION ===", FORMAT if cfg.use_cot else FORMAT.splitlines()[-1]])
         text = f"{ROLE[cfg.env]}\n\n{user}\n"
         if llm.tokenizer.chat_template:
             turns = [{"role": "system", "content": ROLE[cfg.env]}, {"role": "user", "content": user}]
@@ -554,39 +566,18 @@ def cut_analysis(llm, ids, logps):
     ids = ids[:first(lambda text: "\n\n" in text.lstrip())]
     good, ids = format_ok(llm.tokenizer.decode(ids)), ids[:first(lambda text: "Action:" in text)]
     added = [] if "Action:" in llm.tokenizer.decode(ids) else llm.ids("\nAction:")
-    return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added), "format_ok": good}
-
-@torch.no_grad()
-def action_logps(llm, contexts, actions):
-    """Log-probabilities of the tokens of " <action><eos>" behind each context (token ids): for each context and action a list.
-    Keys and values of a context are computed once; its actions stand behind it side by side in ONE row, where none sees another."""
-    widest = max(map(len, contexts)) + max(sum(len(llm.answer_ids(a)) for a in row) for row in actions)
-    size, out = max(1, llm.token_budget // widest), []
-    for i in range(0, len(contexts), size):
-        prompts, answers = contexts[i:i + size], [[llm.answer_ids(a) for a in row] for row in actions[i:i + size]]
-        prompt, prompt_mask = pad_ids(prompts, llm.device, "left")  # [B, P]
-        ids, offset, owner = (pad(rows, llm.device) for rows in zip(*(  # [B, S]: token, place in its action, which action (from 1)
-            (sum(row, []), [k for c in row for k in range(len(c))], [n for n, c in enumerate(row, 1) for _ in c]) for row in answers)))
-        same = (owner[:, :, None] == owner[:, None]) & (offset[:, :, None] >= offset[:, None])
-        seen = torch.cat([prompt_mask[:, None].bool().expand(-1, ids.shape[1], -1), same], 2)[:, None]  # [B, 1, S, P + S]
-        first, cache = llm.hidden(prompt, prompt_mask, keep=True)
-        bias = torch.zeros(seen.shape, dtype=first.dtype, device=llm.device).masked_fill(~seen, torch.finfo(first.dtype).min)
-        later, _ = llm.hidden(ids, bias, cache, keep=True, positions=prompt_mask.sum(1, True) + offset)
-        # What predicts a token: the one before it in the same action, or the context's last.
-        before = torch.where(offset[..., None] == 0, first[:, -1:], later.roll(1, 1))
-        b, s = owner.nonzero(as_tuple=True)
-        logp = iter(llm.log_probs(before[b, s]).gather(1, ids[b, s][:, None])[:, 0].tolist())
-        out += [[[next(logp) for _ in c] for c in row] for row in answers]
-    return out
+    return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added),
+            "format_ok": good}
 
 def action_scores(model, prompts, analyses, actions):
     """s(a) = mean over the tokens of " <action><eos>" of log p(token | prompt, analysis, tokens before).  Source: PriorZero 3.2.
+    The keys and values of prompt and analysis are computed once, for all actions (LanguageModel.action_logps).
 
     Args: model, a LanguageModel; prompts, analyses: a text or token ids for each row; actions: a list of texts for each row.
     Returns: a list of tensors [A_i], natural logarithm.
     """
     contexts = [sum(((x if isinstance(x, list) else model.ids(x)) for x in pair), []) for pair in zip(prompts, analyses)]
-    return [torch.tensor([sum(x) / len(x) for x in row]) for row in action_logps(model, contexts, actions)]
+    return [torch.tensor([sum(x) / len(x) for x in row]) for row in model.action_logps(contexts, actions)]
 
 # ---- Playing ------------------------------------------------------------------------------------------------------------
 class Game:
@@ -618,8 +609,8 @@ def llm_priors(llm, games, cfg, generator):
     if new := [key for key in dict.fromkeys(keys) if key not in llm.cache]:
         prompts = [list(key[0]) for key in new]
         analyses = generate_analyses(llm, prompts, cfg, generator)
-        logps = action_logps(llm, [p + a["ids"] for p, a in zip(prompts, analyses)], [key[1:] for key in new])
-        llm.cache |= {k: {"prompt": p, **a, "action_logps": x} for k, p, a, x in zip(new, prompts, analyses, logps)}
+        logps = llm.action_logps([p + a["ids"] for p, a in zip(prompts, analyses)], [key[1:] for key in new])
+        llm.cache |= {k: {"prompt": p, "version": llm.version, **a, "action_logps": x} for k, p, a, x in zip(new, prompts, analyses, logps)}
     return [llm.cache[key] for key in keys]
 
 @torch.no_grad()
@@ -760,7 +751,8 @@ def train_llm(agent):
     llm.cache, agent.samples = {}, []  # the priors of the old weights, and what they made search collect
     tokens, loss, clipped, kl, _ = torch.stack(sums).sum(0).tolist()
     return {"llm_loss": loss / tokens, "llm_clip_frac": clipped / tokens, "llm_kl": kl / tokens, "llm_grad_norm": torch.stack(norms),
-            "advantage": raw, "llm_samples": len(samples), "format_ok": np.mean(good), "first_ratio_deviation": sums[0][4] / sums[0][0]}
+            "advantage": raw, "llm_lag": llm.version - np.mean([s["version"] for s in samples]), "llm_samples": len(samples),
+            "format_ok": np.mean(good), "first_ratio_deviation": sums[0][4] / sums[0][0]}
 
 # ---- Agent, checkpoints, files ------------------------------------------------------------------------------------------
 def make_generators(seed, device):
@@ -779,15 +771,18 @@ class Agent:
         self.bank = TextBank(cfg)
         self.model = WorldModel(cfg, self.bank.features.shape[1]).to(self.device)
         self.target = copy.deepcopy(self.model).eval().requires_grad_(False)
-        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == decay], "weight_decay": 1e-4 * decay} for decay in (True, False)]
+        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrices], "weight_decay": 1e-4 * matrices}
+                  for matrices in (True, False)]
         self.optimizer = torch.optim.AdamW(groups, lr=cfg.wm_lr, betas=(0.9, 0.95), fused=True)
         self.replay, self.samples = Replay(cfg.replay_size, cfg.max_actions, self.device), []
         self.env_steps = self.wm_updates = self.phase_start = self.tasks_begun = 0
         half = torch.bfloat16 if cfg.lora_rank and self.device.type == "cuda" else torch.float32  # frozen weights need no fp32
         self.llm = self.llm_optimizer = None
         if cfg.alpha or cfg.llm_only:
-            self.llm = LanguageModel(*load_pretrained(AutoModelForCausalLM, TINY_FOLDER if cfg.model == "tiny" else cfg.model, "--model", half), cfg)
-            self.llm_optimizer = torch.optim.AdamW(self.llm.trainable().values(), lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+            folder = TINY_FOLDER if cfg.model == "tiny" else cfg.model
+            self.llm = LanguageModel(*load_pretrained(AutoModelForCausalLM, folder, "--model", half), cfg)
+            weights = self.llm.trainable().values()
+            self.llm_optimizer = torch.optim.AdamW(weights, lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 PARTS, COUNTERS = ("model", "target", "optimizer"), ("env_steps", "wm_updates", "phase_start", "tasks_begun", "samples")
 RESUMABLE = {"env_steps", "device", "run_dir", "env_workers", "eval_every", "eval_episodes", "log_every", "save_every", "baseline"}
@@ -799,7 +794,8 @@ def save_checkpoint(path, agent, games, results):
              "config": dataclasses.asdict(agent.cfg), "texts": list(agent.bank.index), "features": agent.bank.features, "results": results,
              "replay": (replay.data, replay.write, replay.count), "counters": {name: getattr(agent, name) for name in COUNTERS},
              "llm": llm and (llm.trainable(), llm.start, agent.llm_optimizer.state_dict(), llm.version),
-             "games": {i: (g.task, g.steps) for i, g in games.items()}, "generators": {k: g.get_state() for k, g in agent.generators.items()}}
+             "games": {i: (game.task, game.steps) for i, game in games.items()},
+             "generators": {name: generator.get_state() for name, generator in agent.generators.items()}}
     torch.save(state, temporary)
     os.replace(temporary, path)
     if llm:
@@ -843,15 +839,16 @@ def resume_game(agent, pool, i, task, steps):
     return Game(agent, task, obs, info, steps)
 
 def open_run_dir(cfg, state):
-    """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError where it cannot be used."""
+    """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError where that fails."""
     path = Path(cfg.run_dir or f"runs/priorzero-{cfg.env}-alpha{cfg.alpha:g}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}")
     if (path / "checkpoint.pt").exists() and not state:
         raise InputError(f"--run_dir {path}: it already holds a run; add --resume to go on with it, or name another folder")
     try:
         (path / "transcripts").mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
-        lines = (path / "metrics.jsonl").read_text().splitlines(True) if state and (path / "metrics.jsonl").exists() else []
-        (path / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["env_steps"] <= state["counters"]["env_steps"]))
+        metrics = path / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(True) if state and metrics.exists() else []
+        metrics.write_text("".join(x for x in lines if json.loads(x)["env_steps"] <= state["counters"]["env_steps"]))
     except OSError as error:
         raise InputError(f"--run_dir {path}: cannot write there ({error.strerror})") from error
     return path
@@ -880,7 +877,7 @@ def transcript(game):
 
 # ---- The run ------------------------------------------------------------------------------------------------------------
 def learn(agent):
-    """The world-model updates that are due by --replay_ratio and, whenever a phase of them is complete, the LLM's.  Returns figures."""
+    """The world-model updates due by --replay_ratio and, whenever a phase of them is complete, the LLM's.  Returns figures."""
     cfg, figures = agent.cfg, []
     while agent.replay.count and agent.wm_updates < cfg.replay_ratio * (agent.env_steps - cfg.warmup_steps):
         clock = time.perf_counter()
@@ -903,8 +900,8 @@ def train(cfg, state=None):
             results, games = {f"{name} before": evaluate(agent, eval_pool)}, {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
             results |= {"LLM alone before": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
         sizes = [sum(p.numel() for p in m.parameters()) for m in (agent.model, agent.llm and agent.llm.model) if m]
-        print(f"priorzero.py: {name}, {cfg.env}, LLM {cfg.model if agent.llm else '-'}, alpha {cfg.alpha:g}, seed {cfg.seed}, {agent.device}; "
-              f"{' + '.join(f'{n:,}' for n in sizes)} parameters; files in {run_dir}")
+        print(f"priorzero.py: {name}, {cfg.env}, LLM {cfg.model if agent.llm else '-'}, alpha {cfg.alpha:g}, seed {cfg.seed}, "
+              f"{agent.device}; {' + '.join(f'{n:,}' for n in sizes)} parameters; files in {run_dir}")
         bar = tqdm(total=cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step", mininterval=1.0)
         # Ctrl-C ends the run after the step in progress; a second Ctrl-C ends it at once.
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
@@ -931,7 +928,8 @@ def train(cfg, state=None):
 
 def table(results):
     """The end of a run: one row for each agent."""
-    rows = [f"{name:17s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:9.1f}{r['episodes']:10d}" for name, r in results.items() if r]
+    rows = [f"{name:17s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:9.1f}{r['episodes']:10d}"
+            for name, r in results.items() if r]
     return "\n".join(["                    return    solved   length  episodes", *rows])
 
 def parse_arguments(argv):

@@ -1,4 +1,4 @@
-"""Curves of paw.py's runs: `plot` serves `paw.py --plot RUN ...`, the rest serves benchmarks/paw_curves.py too."""
+"""Curves of runs: `plot` serves `--plot RUN ...` of both scripts, the rest serves the curves in benchmarks/ too."""
 
 import json
 from pathlib import Path
@@ -47,17 +47,21 @@ def draw_band(axis, x, curves, **style):
     axis.fill_between(x, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
 
 
-def plot(run_dirs, out):
-    """Draw the curves of one or several run folders, over updates, to a PNG: one panel a metric, one line a run."""
+def plot(run_dirs, out, panels=PANELS, x="update"):
+    """Draw the curves of one or several run folders to a PNG: one panel a metric, one line a run; x: the metric below.
+
+    A metric that a line of metrics.jsonl lacks (an evaluation, the LLM's phase) is drawn where it is there.
+    """
     runs = [(Path(run).resolve().name, read_metrics(run)) for run in run_dirs]  # before anything is drawn
-    figure, axes = plt.subplots(2, 4, figsize=(16, 7), constrained_layout=True)
-    for axis, name in zip(axes.flat, PANELS):
+    figure, axes = plt.subplots(-(-len(panels) // 4), 4, figsize=(16, 3.5 * -(-len(panels) // 4)), constrained_layout=True)
+    for axis, name in zip(axes.flat, panels):
         for label, rows in runs:
-            axis.plot([r["update"] for r in rows], [r[name] for r in rows], label=label)
-        axis.set(title=name, xlabel="update")
+            rows = [r for r in rows if name in r]
+            axis.plot([r[x] for r in rows], [r[name] for r in rows], label=label)
+        axis.set(title=name, xlabel=x.replace("_", " "))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=7)
+    axes.flat[0].legend(fontsize=7)
     figure.savefig(out, dpi=110)
     plt.close(figure)
     print(f"wrote {out}")

@@ -1,7 +1,6 @@
 """The parts of priorzero.py that hold weights: world model, search, replay, LLM scores and the two training phases."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -150,9 +149,9 @@ def test_case34_invalid_actions_and_noise(alone):
 
 
 def test_depth_stays_within_the_positions():
-    for window, context in ((6, 3), (10, 4), (2, 2), (10, 1)):
+    for window, context in ((6, 3), (10, 4), (3, 2), (10, 1)):
         depth = (2 * window - 2 * context + 1) // 2
-        assert depth >= 0 and (2 * context - 1) + 2 * depth <= 2 * window < (2 * context - 1) + 2 * (depth + 1) + 1
+        assert depth >= 1 and (2 * context - 1) + 2 * depth <= 2 * window < (2 * context - 1) + 2 * (depth + 1) + 1
 
 
 # ---- Replay and targets --------------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ def samples_of(llm, cfg, seed=0):
     """Samples as a rollout stores them, the second one with an analysis."""
     actions = [row[0] for row in ACTIONS]
     analyses = pz.generate_analyses(llm, [llm.ids(p) for p in PROMPTS], cfg, torch.Generator().manual_seed(seed))
-    logps = pz.action_logps(llm, [llm.ids(p) + a["ids"] for p, a in zip(PROMPTS, analyses)], [[a] for a in actions])
+    logps = llm.action_logps([llm.ids(p) + a["ids"] for p, a in zip(PROMPTS, analyses)], [[a] for a in actions])
     return [{"prompt": llm.ids(p), **a, "action": act, "action_logps": x[0]} for p, a, act, x in zip(PROMPTS, analyses, actions, logps)]
 
 
@@ -372,7 +371,7 @@ def test_case7_no_pad_token():
 
 def test_a_prior_is_computed_once(guided, monkeypatch):
     calls = []
-    monkeypatch.setattr(pz, "action_logps", lambda llm, contexts, actions: calls.append(len(contexts)) or [[[-1.0]] * len(a) for a in actions])
+    monkeypatch.setattr(guided.llm, "action_logps", lambda contexts, actions: calls.append(len(contexts)) or [[[-1.0]] * len(a) for a in actions])
     guided.llm.cache.clear()
     games = list(guided.games.values())
     first, again = (pz.llm_priors(guided.llm, games * 2, guided.cfg, None) for _ in range(2))
@@ -431,12 +430,12 @@ def test_micro_batches_do_not_change_the_gradient(guided):
 
 def test_llm_learns_what_paid(guided):
     """Advantage 1 for one action and -1 for another: the scores move apart."""
-    llm, cfg = guided.llm, guided.cfg
+    llm = guided.llm
     contexts = [llm.ids("a lamp") + llm.ids("Action:")] * 2
     def gap():
-        a, b = pz.action_logps(llm, contexts[:1], [["press red", "press blue"]])[0]
+        a, b = llm.action_logps(contexts[:1], [["press red", "press blue"]])[0]
         return sum(a) / len(a) - sum(b) / len(b)
-    old = pz.action_logps(llm, contexts, [["press red"], ["press blue"]])
+    old = llm.action_logps(contexts, [["press red"], ["press blue"]])
     label = {"ids": llm.ids("Action:"), "logps": [0.0] * len(llm.ids("Action:")), "written": [0] * len(llm.ids("Action:")), "format_ok": True}
     samples = [{"prompt": llm.ids("a lamp"), **label, "action": a, "action_logps": o[0]} for a, o in zip(("press red", "press blue"), old)]
     before = gap()
@@ -465,6 +464,25 @@ def test_case52_priors_follow_the_weights(guided):
     pz.train_llm(guided)
     after = pz.llm_priors(guided.llm, games, guided.cfg, None)
     assert before[0]["action_logps"] != after[0]["action_logps"]
+
+
+@torch.no_grad()
+def test_reanalyze_searches_with_the_real_history(alone, monkeypatch):
+    seen = []
+    encode_roots = pz.encode_roots
+    monkeypatch.setattr(pz, "encode_roots", lambda *a: seen.append(a[2:]) or encode_roots(*a))
+    places = alone.replay.draw(8, torch.Generator().manual_seed(0))
+    policies, data = pz.reanalyze(alone, places), alone.replay.data
+    obs, actions, lists = seen[0]
+    for row, place in enumerate(places.tolist()):
+        back = min(int(data["time"][place]), alone.cfg.context - 1)
+        assert obs[row].tolist() == data["obs"][place - back:place + 1].tolist() + [0] * (alone.cfg.context - 1 - back)
+        assert actions[row].tolist() == data["action"][place - back:place].tolist() + [0] * (alone.cfg.context - 1 - back)
+        assert torch.equal(lists[row], data["list"][place]) and policies[row, data["list"][place] == 0].sum() == 0
+    assert torch.allclose(policies.sum(1), torch.ones(8))
+    alone.cfg.reanalyze = 0.25
+    with torch.enable_grad():
+        pz.update_world_model(alone)
 
 
 def test_switches_change_what_is_played(guided, monkeypatch):
