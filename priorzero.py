@@ -264,7 +264,7 @@ class TextBank:
     """Numbers for texts (0 = none), and what the encoder reads of each: hashed words and n-grams, or a frozen encoder's CLS vector."""
     def __init__(self, cfg):
         self.index, self.frozen = {"": 0}, None
-        self.features = torch.zeros(1, 1, dtype=torch.long, device=cfg.torch_device)  # [texts, n-grams], 0 = none
+        self.features = torch.zeros(1, 1, dtype=torch.int32, device=cfg.torch_device)  # [texts or more, n-grams], 0 = none
         if cfg.encoder != "hash":
             self.tokenizer, frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder")
             self.frozen = frozen.to(cfg.torch_device).eval().requires_grad_(False)  # eval: no dropout in latents and targets
@@ -279,9 +279,11 @@ class TextBank:
                 inputs = self.tokenizer(new, truncation=True, max_length=512, padding=True, return_tensors="pt")
                 rows = self.frozen(**inputs.to(self.features.device)).last_hidden_state[:, 0].float()
             else:
-                rows = pad([self.hash(text) for text in new], self.features.device)
-            width = max(rows.shape[1], self.features.shape[1])
-            self.features = torch.cat([F.pad(table, (0, width - table.shape[1])) for table in (self.features, rows)])
+                rows = pad([self.hash(text) for text in new], self.features.device, dtype=torch.int32)
+            wider, missing = rows.shape[1] - self.features.shape[1], len(self.index) - len(self.features)
+            if wider > 0 or missing > 0:  # grow to twice the size, so that it happens seldom
+                self.features = F.pad(self.features, (0, max(wider, 0), 0, len(self.index) if missing > 0 else 0))
+            self.features[len(self.index) - len(new):len(self.index), :rows.shape[1]] = rows
         return [self.index[text] for text in texts]
 
     def hash(self, text):
@@ -730,8 +732,9 @@ def backward_llm(agent, samples, advantages):
 
 def train_llm(agent):
     """One LLM phase: optimiser steps on the samples since the last phase.  Returns its figures.  Source: PriorZero 3.3."""
-    cfg, llm, serial, sums, norms, order = agent.cfg, agent.llm, agent.replay.data["serial"], [], [], []
-    samples = [s for s in agent.samples if int(serial[s["first"]]) == s["serial"]]  # those that the replay still holds
+    cfg, llm, sums, norms, order = agent.cfg, agent.llm, [], [], []
+    serials = agent.replay.data["serial"].tolist()
+    samples = [s for s in agent.samples if serials[s["first"]] == s["serial"]]  # those that the replay still holds
     if not samples:
         return {}
     raw, good = sample_advantages(agent, samples).to(llm.device), [s["format_ok"] for s in samples]

@@ -125,7 +125,7 @@ def test_the_whole_job_ends_with_a_table(toy, capsys):
     assert (Path("a/unizero/checkpoint.pt")).exists()
 
 
-@pytest.mark.parametrize("flags", ["--alpha 0", "--alpha 0.5 --cot --max_cot_len 6 --lora_rank 2 --adaptive_alpha"])
+@pytest.mark.parametrize("flags", ["--alpha 0", "--alpha 0.5 --model toy --max_cot_len 6 --history_len 1 --lora_rank 2 --adaptive_alpha"])
 def test_case42_resume_equals_an_uninterrupted_run(toy, monkeypatch, flags):
     flags = [*flags.split(), "--env_steps", "80", "--no-baseline"]
     toy(*flags, "--run_dir", "whole")
@@ -158,7 +158,7 @@ def test_the_same_seed_gives_the_same_run(toy):
     assert metrics("a") == metrics("b") != metrics("c")
 
 
-@pytest.mark.parametrize("flags", ["--no-mcts", "--freeze_llm", "--no-alternate", "--loss sft", "--w_cot 1 --cot --max_cot_len 4",
+@pytest.mark.parametrize("flags", ["--no-mcts", "--freeze_llm", "--no-alternate", "--loss sft", "--w_cot 1 --model toy --max_cot_len 4 --history_len 1",
                                    "--action_slots index --latent_norm simnorm"])
 def test_ablations_run(toy, flags):
     toy(*flags.split(), "--env_steps", 56, "--no-baseline", "--run_dir", "a", "--eval_episodes", 0)
