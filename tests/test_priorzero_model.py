@@ -123,8 +123,8 @@ def test_the_prior_is_injected_at_the_root_only(alone):
             while at > 0:
                 actions.insert(0, int(tree.action_from_parent[row, at]))
                 at = int(tree.parent[row, at])
-            if not actions:
-                continue
+            if int(tree.parent[row, node]) < 0:
+                continue  # at the greatest depth a simulation evaluates an old node again
             stored = []
             for depth, action in enumerate(actions, 1):
                 path = torch.stack([*reversed(stored), torch.zeros(3, 2, *roots.past.shape[2:])], 1)

@@ -171,7 +171,7 @@ def test_it_learns(toy, monkeypatch, capsys):
     """UniZero from chance (a third; a wrong lamp ends the game) to nearly always right."""
     monkeypatch.setattr(tiny.LampPool, "deadly", True)
     monkeypatch.setattr(tiny.LampPool, "rooms", 1)
-    toy("--alpha", 0, "--env_steps", 400, "--replay_ratio", 0.4, "--batch_size", 16, "--wm_lr", 3e-3, "--run_dir", "a")
+    toy("--alpha", 0, "--env_steps", 400, "--replay_ratio", 1, "--batch_size", 16, "--width", 32, "--wm_lr", 3e-3, "--run_dir", "a")
     result = json.loads(Path("a/result.json").read_text())
     assert result["UniZero before"]["return"] <= 0.4 and result["UniZero after"]["return"] >= 0.8
 
