@@ -327,6 +327,7 @@ class WorldModel(nn.Module):
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
         self.register_buffer("support", torch.arange(-50.0, 51.0))  # in h-space
         self.policy, self.value, self.reward, self.latent = (make_head(D, out) for out in (D, 101, 101, D))
+        nn.init.normal_(self.table.weight, std=0.1)  # it is normalised anyway, and what is small is soon learnt
 
     def encode(self, features):
         """What the bank keeps of texts [N, ...] -> normalised latents [N, D]."""
