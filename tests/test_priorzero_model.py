@@ -367,6 +367,22 @@ def test_case7_no_pad_token():
     assert all(torch.allclose(a, b) for a, b in zip(scores, expected))
 
 
+def test_case23_chat_template():
+    llm, cfg = tiny.language_model(), tiny.settings()
+    plain = llm.tokenizer.decode(pz.encode_prompt(llm, cfg, "o", ["go"], []))
+    assert plain.startswith(pz.ROLE["babyai"]) and plain.endswith("\n")
+    llm.tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    chat = llm.tokenizer.decode(pz.encode_prompt(llm, cfg, "o", ["go"], []))
+    assert chat.count("[system]") == chat.count("[user]") == 1 and chat.endswith("[assistant]")
+
+
+def test_case4_log_probabilities_are_fp32():
+    llm = tiny.language_model()
+    llm.model.bfloat16()
+    logp = llm.log_probs(torch.randn(2, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)))
+    assert logp.dtype == torch.float32 and torch.allclose(logp.exp().sum(-1), torch.ones(2), atol=1e-5)
+
+
 # ---- The LLM's phase -----------------------------------------------------------------------------------------------------
 
 def test_a_prior_is_computed_once(guided, monkeypatch):
@@ -376,6 +392,29 @@ def test_a_prior_is_computed_once(guided, monkeypatch):
     games = list(guided.games.values())
     first, again = (pz.llm_priors(guided.llm, games * 2, guided.cfg, None) for _ in range(2))
     assert len(calls) == 1 and calls[0] <= len(games) and first == again
+
+
+def test_case45_priors_belong_to_their_game(guided):
+    games = [guided.games[i] for i in (0, 2, 3)]
+    guided.llm.cache.clear()
+    together = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    guided.llm.cache.clear()
+    alone = pz.llm_priors(guided.llm, games[1:2], guided.cfg, None)[0]
+    assert together[1]["prompt"] == alone["prompt"] and len(alone["action_logps"]) == len(games[1].actions)
+    assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(together[1]["action_logps"], alone["action_logps"]))
+
+
+def test_case19_the_reference_is_the_start(guided):
+    """KL 0 before the first update, more after it; computing the reference leaves weights and modes as they were."""
+    samples, advantages = guided.samples[:4], torch.tensor([1.0, -1, 1, -1])
+    before = {n: p.clone() for n, p in guided.llm.model.named_parameters()}
+    assert pz.backward_llm(guided, samples, advantages)[3] == 0
+    assert all(torch.equal(p, before[n]) for n, p in guided.llm.model.named_parameters()) and not guided.llm.model.training
+    for group in guided.llm_optimizer.param_groups:
+        group["lr"] = 1e-2
+    guided.llm_optimizer.step()
+    assert pz.backward_llm(guided, samples, advantages)[3] > 0
+    assert all(torch.equal(p, before[n]) for n, p in guided.llm.start.items()) and not any(p.requires_grad for p in guided.llm.start.values())
 
 
 def test_gradients_do_not_cross(guided):
@@ -417,7 +456,7 @@ def test_advantages_come_from_the_target(guided):
     assert torch.equal(pz.sample_advantages(guided, samples), advantages)
 
 
-def test_micro_batches_do_not_change_the_gradient(guided):
+def test_case54_micro_batches_change_neither_gradient_nor_figures(guided):
     samples, advantages, gradients = guided.samples[:8], torch.linspace(-1, 1, 8), []
     shake(guided.llm.model, scale=0.02)  # away from the start: KL and clipping act
     for budget in (10**6, 1):
