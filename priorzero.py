@@ -108,7 +108,7 @@ class Config:
     freeze_llm: bool = flag(False, "never train the LLM (ablation)")
     alternate: bool = flag(True, "phases; off: LLM updates from the first world-model update on (ablation)")
     loss: str = flag("ppo", "LLM loss: ppo, or sft = imitate the action that search chose (ablation)", ("ppo", "sft"))
-    llm_lr: float = flag(3e-4, "learning rate of the LLM (PZ: 1e-6 for 3B and 7B)", low=0)
+    llm_lr: float = flag(1e-4, "learning rate of the LLM (PZ: 1e-6 for 3B and 7B)", low=0)
     llm_batch: int = flag(32, "samples per LLM update (PZ: 128)", low=1)
     clip: float = flag(0.2, "PPO clip on both sides (PZ: 0.2)", low=0)
     kl_coef: float = flag(0.1, "weight of the k3 KL to the frozen start (PZ: BabyAI 0.1, Jericho 0.01)", low=0)
