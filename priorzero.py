@@ -613,7 +613,8 @@ def llm_priors(llm, games, cfg, generator):
         prompts = [list(key[0]) for key in new]
         analyses = generate_analyses(llm, prompts, cfg, generator)
         logps = llm.action_logps([p + a["ids"] for p, a in zip(prompts, analyses)], [key[1:] for key in new])
-        llm.cache |= {k: {"prompt": p, "version": llm.version, **a, "action_logps": x} for k, p, a, x in zip(new, prompts, analyses, logps)}
+        rows = zip(new, prompts, analyses, logps)
+        llm.cache |= {key: {"prompt": p, "version": llm.version, **a, "action_logps": x} for key, p, a, x in rows}
     return [llm.cache[key] for key in keys]
 
 @torch.no_grad()
