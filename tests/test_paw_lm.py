@@ -394,7 +394,7 @@ def test_eq11_loss_gradient_and_metrics_of_an_update_equal_the_naive_formula(cha
     assert_same_gradient(gradient, gradient_of(loss, policy.model), tol=2e-5)
     for name, value in parts.items():
         if cfg.kl_coef or name not in ("pg_loss", "kl", "clip_frac"):  # without KL, transitions without gradient are left out
-            assert metrics[name] == pytest.approx(float(value), abs=2e-5), name
+            assert metrics[name] == pytest.approx(torch.as_tensor(value).item(), abs=2e-5), name
     assert metrics["frac_zero_std"] == pytest.approx(1 / 3)  # case 11
     norm = math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradient.values()))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -940,7 +940,7 @@ def test_case17_a_cut_response_is_invalid_and_costs_the_penalty_once():
     assert paw.make_batch(transitions, [False] * 6, "cpu").action_mask.tolist() == [[1] * 4] * 6
     assert not any(a in pool.actions for a in pool.received[0])
     assert tiny.tokenizer().decode(transitions[0].obs_ids) == "nothing happens"
-    metrics = paw.update_metrics(transitions, episodes, torch.ones(1), 0, torch.zeros(9), None, [])
+    metrics = update(policy, transitions, episodes, cfg)[1]
     assert metrics["truncated_frac"] == 1 and metrics["valid_action_rate"] == 0 and metrics["episode_len"] == 3
 
 

@@ -337,8 +337,8 @@ def test_case15_an_empty_row_adds_nothing_to_the_shared_denominator():
 def test_policy_loss_ignores_whatever_stands_in_the_padding():
     logp, old = random_logp(1, 3).requires_grad_(), random_logp(1, 3, seed=1)
     padded = torch.cat([logp, torch.tensor([[200.0, 0.0]])], 1)  # exp(200) is inf in fp32
-    ours = paw.policy_loss(padded, torch.cat([old, torch.zeros(1, 2)], 1), torch.ones(1), torch.tensor([[1, 1, 1, 0, 0]]), .2, .2)
-    assert torch.equal(ours, paw.policy_loss(logp, old, torch.ones(1), torch.ones(1, 3), .2, .2))
+    ours = paw.policy_loss(padded, torch.cat([old, torch.zeros(1, 2)], 1), -torch.ones(1), torch.tensor([[1, 1, 1, 0, 0]]), .2, .2)
+    assert torch.equal(ours, paw.policy_loss(logp, old, -torch.ones(1), torch.ones(1, 3), .2, .2))
     assert torch.isfinite(torch.autograd.grad(ours, logp)[0]).all()
 
 
