@@ -196,6 +196,13 @@ def test_case11_group_advantages_by_hand(returns, advantages):
     assert close(paw.group_advantages(torch.tensor(returns), torch.zeros(len(returns), dtype=torch.long)), *advantages)
 
 
+def test_group_advantages_with_a_scale_by_hand():
+    # The second group holds no success: with std its penalties would be as loud (0.7071) as the first group's success.
+    advantages = paw.group_advantages(torch.tensor([10., 0, 0, -.2]), torch.tensor([0, 0, 1, 1]), scale=5.0)
+    assert close(advantages, 1, -1, .02, -.02)
+    assert paw.group_advantages(torch.tensor([3., 3]), torch.tensor([0, 0]), scale=5.0).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("value", [.1, 0, -.1, 10, -1.7, 1e-8])
 def test_case11_equal_returns_give_exactly_0(value):
     # eight times 0.1 in fp32 has a standard deviation of 8e-9, and a naive advantage of -0.007
