@@ -53,7 +53,7 @@ class SearchResult(NamedTuple):
     action: Tensor | None = None  # [B] int64, the action to play; gumbel_search only, as the next
     improved_policy: Tensor | None = None  # [B, A], the target to learn
 
-# ---- Formulas: q, prior (probabilities) and visits n(a) of the children are [X, A], what belongs to the node itself is [X]
+# Formulas: q, prior (probabilities) and visits n(a) of the children are [X, A], what belongs to the node itself is [X].
 def normalize_q(q: Tensor, visits: Tensor, node_value: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Q scaled to [0, 1] by the least and the greatest of the node's value and its visited children's Q (mctx: "by parent
     and siblings"); 0 if unvisited, where q is finite but unused; epsilon is the least range.  Source: MuZero appendix B."""
@@ -114,12 +114,12 @@ def action_probs(visit_counts: Tensor, temperature: float) -> Tensor:
 def visit_entropy(visit_counts: Tensor) -> Tensor:
     """Entropy of N / sum N in nats, [B, A] -> [B]: 0 = one action only, ln A = all alike."""
     return torch.special.entr(action_probs(visit_counts, 1.0)).sum(-1)
+
 @torch.no_grad()
 def search(root: Root, recurrent_fn: Callable[..., Step], num_simulations: int, *, valid_mask: Tensor | None = None,
            max_depth: int | None = None, pb_c_init: float = 1.25, pb_c_base: float = 19652.0, dirichlet_alpha: float = 0.3,
            dirichlet_fraction: float = 0.0, generator: torch.Generator | None = None, whole_path=False) -> SearchResult:
     """MuZero's search: for every batch row a tree of K = `num_simulations` nodes and the root.
-
     recurrent_fn: `(embedding, action [B] int64) -> Step`, called once a simulation, without gradients.
     valid_mask, dirichlet_fraction (0 in evaluation): for the root; inner nodes take the prior that `recurrent_fn` gives.
     max_depth: no node lies deeper; a simulation that gets there evaluates the node again.
@@ -133,9 +133,9 @@ def search(root: Root, recurrent_fn: Callable[..., Step], num_simulations: int, 
         prior = add_root_noise(root.prior_logits.softmax(-1), valid, dirichlet_alpha, dirichlet_fraction, generator)
         root = root._replace(prior_logits=prior.log())
     rates = exploration_rate(torch.arange(num_simulations + 2.0, device=valid.device), pb_c_init, pb_c_base)
-    def choice(t, rows, node_visits, values):
+    def choice(t, rows, total, values):
         q, visits, prior = _children(t, rows)
-        return puct_scores(normalize_q(q, visits, values), prior, visits, rates.take(node_visits.long())).argmax(-1)
+        return puct_scores(normalize_q(q, visits, values), prior, visits, rates.index_select(0, total.long())).argmax(-1)
     return SearchResult(*_result(_grow(root, recurrent_fn, num_simulations, max_depth, whole_path, choice)))
 
 @torch.no_grad()
@@ -143,16 +143,14 @@ def gumbel_search(root: Root, recurrent_fn: Callable[..., Step], num_simulations
                   max_depth: int | None = None, max_num_considered: int = 16, gumbel_scale: float = 1.0,
                   gumbel: Tensor | None = None, generator: torch.Generator | None = None, whole_path=False) -> SearchResult:
     """Gumbel MuZero's search: sequential halving at the root, a deterministic choice below.  For few simulations.
-
     As `search`; max_num_considered: the root actions that get a visit at all; gumbel_scale: 0 in evaluation; gumbel:
     [B, A], the noise, where it is not to be drawn.  In the result `action` maximises gumbel + logits + sigma(Q) among the
     most visited actions, and `improved_policy` is softmax(logits + sigma(Q)).  Source: sections 3 to 5, algorithm 2."""
     root, valid = _checked(root, valid_mask, num_simulations, max_depth)
     logits = root.prior_logits.log_softmax(-1)
     noise = -torch.empty_like(logits).exponential_(generator=generator).log() * gumbel_scale if gumbel is None else gumbel
-    most = min(max_num_considered, logits.shape[1])
-    schedules = torch.tensor([halving_schedule(m, num_simulations) for m in range(1, most + 1)], device=logits.device)
-    schedule = schedules[valid.sum(-1).clamp(max=most) - 1].t()  # [K, B]
+    schedules = [halving_schedule(m, num_simulations) for m in range(1, max_num_considered + 1)]
+    schedule = torch.tensor(schedules, device=valid.device)[valid.sum(-1).clamp(max=max_num_considered) - 1].t()  # [K, B]
     def root_choice(t, considered):  # considered [B]: the visits of the actions that are still in
         q, visits, prior = _children(t, t.roots)
         sigma = complete_q(q, prior, visits, t.visits.take(t.root_edges), root.value)
@@ -160,11 +158,12 @@ def gumbel_search(root: Root, recurrent_fn: Callable[..., Step], num_simulations
         return scores.masked_fill((visits != considered.unsqueeze(-1)) | ~valid, -math.inf).argmax(-1), sigma
     def choice(t, rows, node_visits, values):
         q, visits, prior = _children(t, rows)
-        sigma = complete_q(q, prior, visits, node_visits, t.raw_values.take(rows))
+        sigma = complete_q(q, prior, visits, node_visits, t.raw_values.index_select(0, rows))
         return (torch.softmax(prior.log() + sigma, -1) - visits / node_visits.unsqueeze(-1)).argmax(-1)
     t = _grow(root, recurrent_fn, num_simulations, max_depth, whole_path, choice, (root_choice, schedule))
     action, sigma = root_choice(t, t.visits.index_select(0, t.roots).amax(-1))
     return SearchResult(*_result(t), action, torch.softmax(logits + sigma, -1))
+
 def _checked(root: Root, valid_mask, num_simulations: int, max_depth) -> tuple[Root, Tensor]:
     """Check the arguments; returns the root in float32, its logits -inf where invalid, and the valid mask, bool [B, A]."""
     if num_simulations < 1 or (max_depth is not None and max_depth < 1):
@@ -172,8 +171,7 @@ def _checked(root: Root, valid_mask, num_simulations: int, max_depth) -> tuple[R
     logits, value = root.prior_logits.float(), root.value.float()
     valid = torch.ones_like(logits, dtype=torch.bool) if valid_mask is None else valid_mask.bool()
     if logits.ndim != 2 or value.shape != logits.shape[:1] or valid.shape != logits.shape:
-        shapes = [list(x.shape) for x in (logits, value, valid)]
-        raise ValueError(f"root.prior_logits, root.value, valid_mask are {shapes}: must be [B, A], [B], [B, A]")
+        raise ValueError(f"logits, value, mask: {logits.shape}, {value.shape}, {valid.shape}, must be [B, A], [B], [B, A]")
     _raise_rows(~valid.any(1), "valid_mask: no valid action")
     _raise_rows(~(logits.isfinite() | (~valid & (logits == -math.inf))).all(1), "root.prior_logits: NaN or infinity")
     _raise_rows(~value.isfinite(), "root.value: NaN or infinity")
@@ -183,23 +181,24 @@ def _grow(root: Root, recurrent_fn, num_simulations: int, max_depth, whole_path:
     """Search with `choice(t, rows [X], N [X], V [X]) -> action [X]`, and where the roots choose differently with at_root =
     (function, schedule): `function(t, schedule[simulation]) -> (action [B], ...)`.  Returns the tables t."""
     t = _tables(root, num_simulations, max_depth or num_simulations)
-    edge, step = t.root_edges, Step(torch.zeros_like(root.value), torch.zeros_like(root.value), *root)
+    edge, parent = t.root_edges, t.root_edges // t.num_actions
+    step = Step(torch.zeros_like(root.value), torch.zeros_like(root.value), *root)
     for k in range(num_simulations + 1):
-        parent = edge // t.num_actions
         if k > 0:  # the model is called in the mode of the caller
             step = _ask(t, recurrent_fn, whole_path, parent, edge)
         with torch.inference_mode():  # a quarter faster on a CPU
             rows, returns = _add(t, k, parent, edge, step)
             if rows.device.type == "cpu":  # leave nobody out; on a GPU it costs less than the wait for the shape
                 real = rows.nonzero().view(-1)
-                rows, returns = rows.take(real), returns.take(real)
-            edges = t.edge.take(rows)
+                rows, returns = rows.index_select(0, real), returns.index_select(0, real)
+            edges = t.edge.index_select(0, rows)
             node_visits, values = _backup(t, rows, edges, returns)
             if k < num_simulations:
                 _choose(t, rows, edges, choice(t, rows, node_visits, values))
                 if at_root is not None:
                     _choose(t, t.roots, t.root_edges, at_root[0](t, at_root[1][k])[0])
-                edge = t.exit.take(t.root_edges)
+                edge = t.exit.index_select(0, t.root_edges)
+                parent = edge // t.num_actions
     for name, answers in zip(("reward", "discount", "value", "prior_logits"), t.answers):
         _raise_rows(~_nodes(t, answers)[:, 1:].isfinite().all(1), f"recurrent_fn's {name}: NaN or infinity")
     return t
@@ -226,12 +225,10 @@ def _tables(root: Root, num_simulations: int, max_depth: int):
         embedding=_map(lambda x: x.new_zeros(num_rows, *x.shape[1:]), root.embedding),
         num_actions=num_actions, depth_limit=max_depth < num_simulations, one=floats(()) + 1)
 
-def _children(t, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q(a), n(a), P(a) of the nodes' edges, each [X, A]."""
+def _children(t, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # Q(a), n(a), P(a) of the nodes' edges, each [X, A]
     return t.q.index_select(0, rows), t.visits.index_select(0, rows), t.prior.index_select(0, rows)
 
-def _ask(t, recurrent_fn, whole_path: bool, parent: Tensor, edge: Tensor) -> Step:
-    """Have the model evaluate these edges, [B]."""
+def _ask(t, recurrent_fn, whole_path: bool, parent: Tensor, edge: Tensor) -> Step:  # the model's answer for these edges, [B]
     action = torch.sub(edge, parent, alpha=t.num_actions)
     if not whole_path:
         return recurrent_fn(_map(lambda table: table.index_select(0, parent), t.embedding), action)
@@ -265,25 +262,25 @@ def _add(t, index: int, parent: Tensor, edge: Tensor, step: Step) -> tuple[Tenso
 
 def _backup(t, rows: Tensor, edge: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
     """V = (V N + G) / (N + 1), N = N + 1 for these nodes, Q = r + d V for the edges into them.  Returns N, V, [X]."""
-    visits = t.visits.take(edge)
-    returns = torch.addcmul(returns, t.values.take(rows), visits)
+    visits = t.visits.view(-1).index_select(0, edge)
+    returns = torch.addcmul(returns, t.values.index_select(0, rows), visits)
     visits = visits + t.one  # a tensor: to add a Python number takes three times as long
     values = returns / visits
-    t.values.scatter_(0, rows, values)
-    t.visits.view(-1).scatter_(0, edge, visits)
-    t.q.view(-1).scatter_(0, edge, torch.addcmul(t.rewards.take(rows), t.discounts.take(rows), values))
+    q = torch.addcmul(t.rewards.index_select(0, rows), t.discounts.index_select(0, rows), values)
+    for table, at, new in ((t.values, rows, values), (t.visits.view(-1), edge, visits), (t.q.view(-1), edge, q)):
+        table.scatter_(0, at, new)
     return visits, values
 
 def _choose(t, rows: Tensor, edge: Tensor, action: Tensor):
     """Give these nodes a new choice, action [X], and the edges into them a new exit.  Lines start with the leaf."""
     choice = torch.add(action, rows, alpha=t.num_actions)
     t.exit.scatter_(0, edge, 0)
-    exits = t.exit.take(choice)
+    exits = t.exit.index_select(0, choice)
     if t.depth_limit:  # at the limit every edge is an exit
         exits = torch.where(t.line[:, -2].index_select(0, rows) > 0, choice, exits)
     # 0: the choice is the node before it on the line, so its exit is that one's, which may come from further below.
     source = (torch.arange(len(rows), device=rows.device) * exits.sign()).cummax(0).values
-    t.exit.scatter_(0, edge, exits.take(source))
+    t.exit.scatter_(0, edge, exits.index_select(0, source))
 
 def _nodes(t, table: Tensor) -> Tensor:  # [R, ...] -> [B, K+1, ...]
     return table[len(t.roots) + 1 :].unflatten(0, (len(t.roots), -1))
@@ -305,8 +302,7 @@ def _raise_rows(bad: Tensor, what: str):
     if bad.any():
         raise ValueError(f"{what} in rows {bad.nonzero().flatten().tolist()}")
 
-def _map(function, tree, *more):
-    """Apply `function` to the tensors of nested tuples / lists / dicts."""
+def _map(function, tree, *more):  # apply `function` to the tensors of nested tuples / lists / dicts
     if isinstance(tree, Tensor):
         return function(tree, *more)
     if isinstance(tree, dict):
