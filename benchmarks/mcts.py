@@ -317,7 +317,8 @@ def write(results, folder, arguments):
         "versions": versions,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mcts.json").write_text(json.dumps(facts | {"cases": summary(results)}, indent=1) + "\n")
+    cases = ",\n".join(f"  {json.dumps(case)}: {json.dumps(result)}" for case, result in summary(results).items())  # a line each
+    (folder / "mcts.json").write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": {{\n{cases}\n }}\n}}\n')
     text = f"""CPU milliseconds of one search on one core, minimum (median): 50 simulations, A = 20 unless said otherwise.
 
 {table(results)}
