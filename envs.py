@@ -240,16 +240,22 @@ class BabyAIEnv(TextEnv):
 
     def expert_action(self):
         """The next command of a scripted expert that knows the mission and the whole grid; None where it has no way."""
-        verb, cells = self._expert_goal()
-        far, pose = self._distances(cells), (self._cell, self._heading)
-        if pose not in far:  # shut off by a locked door: first fetch a key of its colour
-            things = [thing for thing in self._world.grid.grid if thing is not None]
-            locked = {thing.color for thing in things if thing.type == "door" and thing.is_locked}
-            keys = [thing for thing in things if thing.type == "key" and thing.color in locked]
-            verb, cells = "pick up", [complex(*key.cur_pos) for key in keys]
-            far = self._distances(cells)
-        if verb == "pick up" and self._world.carrying:
-            return "drop" if "drop" in self._commands else "turn left"
+        (verb, cells), held, pose = self._expert_goal(), self._world.carrying, (self._cell, self._heading)
+        far = self._distances(cells, held)
+        if pose not in far:  # behind a locked door, so fetch a key first; or behind a thing, so take that away first
+            things, goal, verb = [thing for thing in self._world.grid.grid if thing is not None], cells, "pick up"
+            locked = [thing.color for thing in things if thing.type == "door" and thing.is_locked]
+            cells = [complex(*thing.cur_pos) for thing in things if thing.type == "key" and thing.color in locked]
+            far = self._distances(cells, held)
+            if pose not in far:
+                movable = [complex(*thing.cur_pos) for thing in things if thing.can_pickup()]
+                cells = [cell for cell in movable if pose in self._distances(goal, held, cleared=cell)]
+                far = self._distances(cells, held)
+        if verb == "pick up" and held:  # the hands must be empty; put it where it is not in the way
+            if "drop" in self._commands and pose in self._distances(cells, None, blocked=self._cell + self._heading):
+                return "drop"
+            if far.get(pose) == 0:
+                return "turn left" if self._grid_at(self._cell - 1j * self._heading) is None else "turn right"
         if verb in self._commands and far.get(pose) == 0:  # "drop" or "toggle", at the right place
             return verb
         for name, cell in self._objects.items():
@@ -275,16 +281,23 @@ class BabyAIEnv(TextEnv):
         if isinstance(part, verifier.PutNextInstr):
             if any(self._world.carrying is thing for thing in part.desc_move.obj_set):
                 near = [complex(*cell) + turn for cell in part.desc_fixed.obj_poss for turn in TURNS]
-                return "drop", [cell for cell in near if self._world.grid.get(int(cell.real), int(cell.imag)) is None]
+                return "drop", [cell for cell in near if self._grid_at(cell) is None]
             return "pick up", [complex(*thing.cur_pos) for thing in part.desc_move.obj_set]
         verb = "pick up" if isinstance(part, verifier.PickupInstr) else "toggle"
         return verb, [complex(*thing.cur_pos) for thing in part.desc.obj_set if thing.type != "wall"]  # walls are grey
 
-    def _distances(self, targets):
-        """{pose: primitive moves from there to facing a target cell}, as far out as the agent's own pose."""
+    def _grid_at(self, cell):
+        return self._world.grid.get(int(cell.real), int(cell.imag))
+
+    def _distances(self, targets, held, cleared=None, blocked=None):
+        """{pose: primitive moves from there to facing a target cell}, as far out as the agent's own pose.
+
+        `held` opens its doors; the cells `cleared` and `blocked` count as free and as occupied.
+        """
         def free(cell):
-            thing = self._world.grid.get(int(cell.real), int(cell.imag))
-            return thing is None or thing.can_overlap() or can_toggle(thing, self._world.carrying)
+            thing = self._grid_at(cell)
+            return cell == cleared or cell != blocked and (
+                thing is None or thing.can_overlap() or can_toggle(thing, held))
 
         # The way from (a, h) to (b, g) is as long as the way from (b, -g) to (a, -h).
         starts = [(cell - turn, -turn) for cell in targets for turn in TURNS if free(cell - turn)]

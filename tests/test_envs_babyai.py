@@ -180,16 +180,18 @@ def test_the_cap_cuts_the_farthest_and_counts():
 def test_a_blocked_way_stops_the_command():
     from minigrid.core.world_object import Ball
 
-    for env in states("OneRoomS20", 30):
-        ways = [moves for moves in env._commands.values() if moves[:3] == [envs.FORWARD] * 3]
-        if ways:
-            break
-    command = next(command for command, moves in env._commands.items() if moves is ways[0])
-    blocked = env._cell + 2 * env._heading
-    env._world.grid.set(int(blocked.real), int(blocked.imag), Ball("red"))  # appears after the look
-    start, heading = env._cell, env._heading
-    env.step(command)
-    assert (env._cell, env._heading) == (start + heading, heading) and env._world.carrying is None
+    tried = 0
+    for env in states("GoToRedBall", 30):
+        for command, moves in env._commands.items():
+            if moves[:2] == [envs.FORWARD] * 2 and {envs.LEFT, envs.RIGHT} & set(moves):
+                start, heading, blocked = env._cell, env._heading, env._cell + 2 * env._heading
+                held = env._world.carrying
+                env._world.grid.set(int(blocked.real), int(blocked.imag), Ball("grey"))  # appears after the look
+                env.step(command)
+                assert (env._cell, env._heading) == (start + heading, heading) and env._world.carrying is held
+                tried += 1
+                break
+    assert tried > 3
 
 
 def test_an_unknown_command_changes_nothing_but_the_clock():
