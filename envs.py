@@ -11,17 +11,29 @@ them together.  This file knows nothing of the two methods that use it.
 import argparse
 import contextlib
 import copy
+import functools
+import gc
+import gzip
+import hashlib
+import importlib.metadata
 import inspect
 import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
+import signal
 import sys
+import tempfile
+import traceback
 import warnings
-from collections import Counter, deque
+import zlib
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from unittest import mock
 
 import gymnasium
 
@@ -48,6 +60,7 @@ class TextEnv(gymnasium.Env):
     max_steps: int = 50
     num_tasks: int = 1
     max_return: float = 1.0
+    _ended = True
 
     def reset(self, *, seed=None, options=None):
         """Start an episode; `options={"task": i}` picks the task, else the seed does. Returns (obs, info)."""
@@ -57,7 +70,7 @@ class TextEnv(gymnasium.Env):
 
     def step(self, action: str):
         """Apply one action; returns (obs, reward, terminated, truncated, info). Raises RuntimeError after the end."""
-        if getattr(self, "_ended", True):
+        if self._ended:
             raise RuntimeError("step() called on an episode that has ended or was never reset: call reset() first")
         obs, reward, terminated, info = self._step(action)
         self.num_steps += 1
@@ -74,6 +87,534 @@ def make_env(name: str, **options) -> TextEnv:
 
 
 ENVS = {}
+
+
+class EnvPool:
+    """A fixed set of environments of one kind, built once, stepped together, and re-loaded with task after task.
+
+        with EnvPool("alfworld", num_envs=16, houses="small") as pool:
+            results = pool.reset(range(16), [3] * 8 + [4] * 8)  # two groups of 8: [(obs, info), ...]
+            results = pool.step([0, 5], ["look", "inventory"])  # [(obs, reward, terminated, truncated, info), ...]
+
+    Args:
+        name, options: what `make_env` takes.
+        num_envs: how many environments; they are called 0 ... num_envs - 1.
+        workers: 0 keeps them in this process; N shares them among N spawned processes, which never see CUDA.
+        timeout: seconds that a worker may spend on one reset or step.
+
+    A worker that dies, hangs or raises makes reset and step raise a RuntimeError that names its task; the pool closes.
+    """
+
+    def __init__(self, name: str, num_envs: int, workers: int = 0, timeout: float = 300.0, **options):
+        self.name, self.timeout, self.tasks = name, timeout, [None] * num_envs
+        self.envs, self.workers = [], []
+        if workers:
+            context = multiprocessing.get_context("spawn")
+            for w in range(min(workers, num_envs)):
+                here, there = context.Pipe()
+                shares = range(w, num_envs, workers)
+                process = context.Process(target=serve_envs, args=(there, name, len(shares), options), daemon=True)
+                # Without these two names a worker does not import the main script, which may bring torch along.
+                main = sys.modules["__main__"]
+                with mock.patch.object(main, "__spec__", None), mock.patch.object(main, "__file__", None, create=True):
+                    process.start()
+                there.close()  # so that a dead worker reads as the end of the pipe
+                self.workers.append((process, here))
+            sizes = [self._receive(w, "start") for w in range(len(self.workers))]
+            self.num_tasks, self.max_return = sizes[0]
+        else:
+            self.envs = [make_env(name, **options) for _ in range(num_envs)]
+            self.num_tasks, self.max_return = self.envs[0].num_tasks, self.envs[0].max_return
+
+    def reset(self, indices, tasks) -> list:
+        """Environment indices[k] starts task tasks[k]; a list of (obs, info) in the order of `indices`."""
+        for index, task in zip(indices, tasks, strict=True):
+            self.tasks[index] = task
+        return self._run("reset", indices, tasks)
+
+    def step(self, indices, actions) -> list:
+        """Environment indices[k] takes actions[k]; a list of (obs, reward, terminated, truncated, info) in order."""
+        return self._run("step", indices, actions)
+
+    def _run(self, method: str, indices, arguments) -> list:
+        calls = list(zip(indices, arguments, strict=True))
+        if not self.workers and not self.envs:
+            raise RuntimeError("this EnvPool is closed")
+        if not self.workers:
+            return [call_env(self.envs[index], method, argument) for index, argument in calls]
+        shares = [[] for _ in self.workers]
+        for k, (index, argument) in enumerate(calls):
+            shares[index % len(self.workers)].append((k, index, argument))
+        for (process, pipe), share in zip(self.workers, shares):
+            try:
+                pipe.send([(method, index // len(self.workers), argument) for _, index, argument in share])
+            except OSError:
+                pass  # it is dead, and _receive says so
+        results = [None] * len(calls)
+        for w, share in enumerate(shares):
+            for k, index, argument in share:
+                doing = f"{method}({argument!r}) of environment {index}, task {self.tasks[index]}"
+                results[k] = self._receive(w, doing)
+        return results
+
+    def _receive(self, w: int, doing: str):
+        """The next answer of worker `w`, which works on `doing`."""
+        process, pipe = self.workers[w]
+        try:
+            if not pipe.poll(self.timeout):
+                problem = f"did not answer within {self.timeout:g} s"
+            else:
+                ok, answer = pipe.recv()
+                if ok:
+                    return answer
+                if isinstance(answer, InputError):
+                    self.close()
+                    raise answer
+                problem = f"failed: {answer}"
+        except (EOFError, OSError):
+            process.join(1)
+            problem = f"died (exit code {process.exitcode})"
+        self.close()
+        raise RuntimeError(f"{self.name} worker {w} {problem}, at {doing}")
+
+    def close(self):
+        """End the workers, close the environments."""
+        for process, pipe in self.workers:
+            process.kill()  # a stopped process would not hear terminate()
+            process.join()
+            pipe.close()
+        for env in self.envs:
+            env.close()
+        self.workers, self.envs = [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def call_env(env: TextEnv, method: str, argument):
+    """reset(argument: task) or step(argument: action).  The task is the seed too, so that equal tasks start equal."""
+    return env.reset(seed=argument, options={"task": argument}) if method == "reset" else env.step(argument)
+
+
+def serve_envs(pipe, name: str, num_envs: int, options: dict):
+    """A worker's life: build `num_envs` environments, then answer lists of (method, index, argument) one by one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    try:
+        envs = [make_env(name, **options) for _ in range(num_envs)]
+        pipe.send((True, (envs[0].num_tasks, envs[0].max_return)))
+        while True:
+            for method, index, argument in pipe.recv():
+                pipe.send((True, call_env(envs[index], method, argument)))
+    except EOFError:
+        pass  # the parent has gone
+    except InputError as error:
+        pipe.send((False, error))
+    except Exception:  # whatever it is, the parent must hear of it
+        pipe.send((False, traceback.format_exc()))
+
+
+# ---- ALFWorld ----
+# The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own; here are
+# houses that need no download, faster versions of a few functions of the engine, and the environment around it.
+# `import alfworld` creates the folder $ALFWORLD_DATA and sets the variable; the planner's modules parse sys.argv.
+with mock.patch.dict(os.environ, ALFWORLD_DATA=tempfile.gettempdir()), mock.patch.object(sys, "argv", ["", "", ""]):
+    import fast_downward
+    import textworld.envs.pddl.logic as pddl_logic
+    import textworld.envs.pddl.textgen as textgen
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
+    from alfworld.agents.expert import HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent, handcoded_expert
+    from alfworld.gen import constants, goal_library
+    from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
+    from textworld.envs.pddl import PddlEnv
+    from textworld.logic import Rule
+
+ROOMS, LAMPS = ("Bathroom", "Bedroom", "Kitchen", "LivingRoom"), ("DeskLamp", "FloorLamp")
+LAMP_STANDS = ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTable")
+TASK_NEEDS = {  # task type -> (rooms, one of these receptacles must be there, what is done to the object)
+    "pick_and_place_simple": (ROOMS, (), None),
+    "look_at_obj_in_light": (("Bedroom", "LivingRoom"), LAMP_STANDS, None),
+    "pick_clean_then_place_in_recep": (("Bathroom", "Kitchen"), ("SinkBasin",), "Cleanable"),
+    "pick_heat_then_place_in_recep": (("Kitchen",), ("Microwave",), "Heatable"),
+    "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"),
+    "pick_two_obj_and_place": (ROOMS, (), None),
+}
+ALFWORLD_TASKS = tuple(TASK_NEEDS)
+SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
+HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 5)}  # receptacles, objects, most of a type
+OBJECT_FACTS = {**constants.VAL_ACTION_OBJECTS, "isReceptacleObject": constants.MOVABLE_RECEPTACLES,
+                "pickupable": constants.OBJECTS_SET - set(LAMPS)}
+PACKAGE = Path(constants.__file__).parents[1]
+# What holds what.  Movable receptacles (a plate) are mere objects here, as in the official games.
+FITS = {recep: {obj for obj in objs if not obj.endswith("Sliced")}
+        for recep, objs in constants.VAL_RECEPTACLE_OBJECTS.items() if recep not in constants.MOVABLE_RECEPTACLES}
+
+
+def thing_type(thing_id: str) -> str:
+    """Type of an id as floor plans write it: "Mug|+01.2|..." -> "Mug", "Sink|+01.2|...|SinkBasin" -> "SinkBasin"."""
+    return thing_id.split("|")[-1 if thing_id.endswith("Basin") else 0]
+
+
+def new_id(rng, kind: str) -> str:
+    """An id at a random place: "Mug|+01.20|-00.31|+02.75"."""
+    place = "|".join(f"{rng.uniform(-5, 5):+06.2f}" for _ in range(3))
+    return f"{kind[:-5]}|{place}|{kind}" if kind.endswith("Basin") else f"{kind}|{place}"
+
+
+@functools.cache
+def floor_plan(scene: int):
+    """(ids of the receptacles whose position is known, all types of things that the plan names), from the package."""
+    files = [PACKAGE / f"gen/layouts/FloorPlan{scene}-{part}.json" for part in ("openable", "objects")]
+    ids, types = (json.loads(file.read_text()) for file in files)
+    return [i for i in sorted(ids) if thing_type(i) in FITS], sorted(set(types))
+
+
+def choose_receptacles(rng, scene: int, wants: tuple, count: int) -> list:
+    """`count` receptacle ids for a scene: one whose type is in `wants` (if any), then a mix that favours rare types."""
+    ids, types = floor_plan(scene)
+    unplaced = sorted({kind for kind in types if kind in FITS} - {thing_type(i) for i in ids})
+    ids = ids + [new_id(rng, kind) for kind in unplaced for _ in range(4 if kind == "StoveBurner" else 1)]
+    ids += [new_id(rng, rng.choice(("Cabinet", "Drawer", "Shelf"))) for _ in range(count - len(ids))]
+    copies = Counter(map(thing_type, ids))
+    ids.sort(key=lambda i: rng.random() ** copies[thing_type(i)] ** 0.5, reverse=True)
+    first = [i for i in ids if thing_type(i) in wants][:1] or [new_id(rng, kind) for kind in wants[-1:]]
+    return first + [i for i in ids if i not in first][:count - len(first)]
+
+
+def place_objects(rng, size: str, task_type: str, types: list, receptacles: list):
+    """Draw the task and place things so that its goal does not hold; None if the task fits none of the types.
+
+    Returns (object type, goal receptacle type or "", lamp type, dict object id -> receptacle id)."""
+    _, wants, ability = TASK_NEEDS[task_type]
+    spots = {kind: [recep for recep in receptacles if kind in FITS[thing_type(recep)]] for kind in types}
+    goals = {}  # object type -> possible choices of (goal receptacle type, receptacles where the object may start)
+    for obj in types:
+        homes = sorted({thing_type(recep) for recep in spots[obj]} - set(wants))
+        homes = [""] if task_type == "look_at_obj_in_light" else homes
+        choices = [(goal, [r for r in spots[obj] if thing_type(r) != goal]) for goal in homes]
+        if not ability or obj in constants.VAL_ACTION_OBJECTS[ability]:
+            goals[obj] = [(goal, starts) for goal, starts in choices if starts]
+    candidates = [obj for obj in goals if goals[obj]]
+    if not candidates:
+        return None
+    obj = rng.choice(candidates)
+    goal, spots[obj] = rng.choice(goals[obj])
+    others = [kind for kind in types if kind != obj and spots[kind]] * HOUSE_SIZES[size][2]
+    kinds = [obj] * (2 if task_type == "pick_two_obj_and_place" else rng.choice((1, 1, 2)))
+    lamp = rng.choice([kind for kind in types if kind in LAMPS] or LAMPS[:1])
+    spots[lamp] = [recep for recep in receptacles if thing_type(recep) in LAMP_STANDS]
+    if task_type == "look_at_obj_in_light" or (lamp in types and spots[lamp]):
+        kinds.append(lamp)
+    rng.shuffle(others)
+    kinds += others[:rng.randint(*HOUSE_SIZES[size][1]) - len(kinds)]
+    return obj, goal, lamp, {new_id(rng, kind): rng.choice(spots[kind]) for kind in kinds}
+
+
+def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
+    """The house as a problem of the package's PDDL domain; `places` maps object ids to receptacle ids."""
+    location = {recep: f"loc|{n}" for n, recep in enumerate(receptacles)}
+    rtypes = sorted({thing_type(recep) for recep in receptacles} | {"SinkBasin", "Fridge", "Microwave"})
+    otypes = sorted({thing_type(obj) for obj in places} | {"Knife", "ButterKnife"})  # the domain names these too
+    things = {"agent": ["agent1"], "location": ["loc|start", *location.values()], "receptacle": receptacles,
+              "object": places, "rtype": [f"{r}Type" for r in rtypes], "otype": [f"{o}Type" for o in otypes]}
+    facts = [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
+    for recep, spot in location.items():
+        facts += [f"(receptacleType {recep} {thing_type(recep)}Type)", f"(receptacleAtLocation {recep} {spot})"]
+        facts += [f"(openable {recep})"] * (thing_type(recep) in constants.OPENABLE_CLASS_LIST)
+    for obj, recep in places.items():
+        facts += [f"(inReceptacle {obj} {recep})", f"(objectAtLocation {obj} {location[recep]})"]
+        facts += [f"(objectType {obj} {thing_type(obj)}Type)"]
+        facts += [f"({fact} {obj})" for fact, kinds in OBJECT_FACTS.items() if thing_type(obj) in kinds]
+    text = "\n".join(["(define (problem house)", "(:domain alfred)", "(:objects"]
+                     + [f"{thing} # {kind}" for kind, names in things.items() for thing in names]
+                     + [")", "(:init", "(atLocation agent1 loc|start)", *facts, ")" + goal])
+    for char, escape in (("-", "_minus_"), ("#", "-"), ("|", "_bar_"), ("+", "_plus_"), (".", "_dot_")):
+        text = text.replace(char, escape)
+    return text
+
+
+@functools.lru_cache(maxsize=256)
+def make_house(size: str, split: str, index: int, attempt: int):
+    """Game number `index` of a split, a function of the arguments alone; None if this draw has no room for the task.
+
+    Returns (folder relative to the split, game and traj_data as the official files hold them but not proven yet, the
+    PDDL problem without the things that do not matter)."""
+    rng = random.Random(f"{size} {split} {index} {attempt}")  # a str as seed does not depend on PYTHONHASHSEED
+    task_type = ALFWORLD_TASKS[index % len(ALFWORLD_TASKS)]
+    rooms, wants, _ = TASK_NEEDS[task_type]
+    scenes = constants.TEST_SCENE_NUMBERS if split == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS
+    scene = rng.choice(sorted(set(scenes) & set(constants.SCENE_TYPE[rng.choice(rooms)])))
+    receptacles = choose_receptacles(rng, scene, wants, rng.randint(*HOUSE_SIZES[size][0]))
+    drawn = place_objects(rng, size, task_type, floor_plan(scene)[1], receptacles)
+    if drawn is None:
+        return None
+    obj, recep, lamp, places = drawn
+    toggle = lamp if task_type == "look_at_obj_in_light" else ""
+    goal = goal_library.gdict[task_type]["pddl"].format(obj=obj, recep=recep, toggle=toggle)
+    sentence = rng.choice(goal_library.gdict[task_type]["templates"])
+    sentence = sentence.format(obj=obj, recep=recep, toggle=toggle).lower()
+    core = {thing: spot for thing, spot in places.items() if thing_type(thing) in (obj, toggle)}
+    core = pddl_problem([r for r in receptacles if r in core.values() or thing_type(r) in (recep, *wants)], core, goal)
+    domain, grammar = ((PACKAGE / "data" / name).read_text() for name in ("alfred.pddl", "alfred.twl2"))
+    game = {"pddl_domain": domain, "pddl_problem": pddl_problem(receptacles, places, goal),
+            "grammar": grammar.replace("UNKNOWN GOAL", sentence)}
+    trial = f"trial_{index:05d}_{hashlib.sha256(json.dumps(game).encode()).hexdigest()[:8]}"
+    traj_data = {"task_id": trial, "task_type": task_type, "pddl_params": {
+        "object_target": obj, "parent_target": recep, "toggle_target": toggle, "mrecep_target": "",
+        "object_sliced": False}, "scene": {"floor_plan": f"FloorPlan{scene}", "scene_num": scene},
+        "turk_annotations": {"anns": [{"task_desc": sentence, "high_descs": []}]}}
+    return f"{task_type}-{obj}-None-{recep or toggle}-{scene}/{trial}", game, traj_data, core
+
+
+def cache_folder() -> Path:
+    """Where generated houses and translated problems are kept: $TEXT_ENVS_CACHE, else houses/ beside this file."""
+    return Path(os.environ.get("TEXT_ENVS_CACHE") or Path(__file__).resolve().parent / "houses")
+
+
+def write_file(path: Path, data: bytes):
+    """Write under a temporary name, then rename: other processes see the whole file or none.  Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+# The stock engine parses its grammar and copies its whole state again and again: 25 ms a step in a small house, 80 in a
+# full one.  `patch_engine` puts the functions below in place of the package's; every output stays the same.
+STOCK_PDDL2SAS, STOCK_DERIVE = fast_downward.pddl2sas, textgen.ContextSensitiveGrammar.derive
+STOCK_INIT_STATE, STOCK_REPLAN = pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan
+parse_text = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
+parse_grammar = functools.lru_cache(maxsize=16)(pddl_logic._parse_and_convert)
+parse_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
+game_memo = functools.lru_cache(maxsize=64)(lambda domain, problem: {"commands": {}})  # shared by all who play the game
+
+
+def translate(domain: str, problem: str, optimize: bool) -> bytes:
+    """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 300 in a full."""
+    digest = hashlib.sha256(f"{optimize}\n{domain}\n{problem}".encode()).hexdigest()
+    path = cache_folder() / "translated" / digest[:2] / f"{digest}.sas.gz"
+    with contextlib.suppress(OSError, EOFError, zlib.error):  # it is not there yet, or damaged
+        if sas := gzip.decompress(path.read_bytes()):
+            return sas
+    collecting = gc.isenabled()
+    try:
+        gc.disable()  # garbage collection takes a quarter of the time
+        with mock.patch.object(sys, "argv"), mock.patch.object(sys, "stdout"):  # the translator puts its own there
+            sas = STOCK_PDDL2SAS(domain, problem, optimize=optimize)[1].encode()
+    finally:
+        if collecting:
+            gc.enable()
+    with contextlib.suppress(OSError):  # a folder that we may not write to costs time and nothing else
+        write_file(path, gzip.compress(sas, compresslevel=1, mtime=0))
+    return sas
+
+
+def pddl2sas(domain: str, problem: str, verbose=False, optimize=False):
+    """fast_downward.pddl2sas from the disk; the planner's own translation (optimize) is left to `replan`."""
+    if optimize:
+        return None, ""
+    parsed = [lisp_parser.parse_nested_list(text.split("\n")) for text in (domain, problem)]
+    return parsing_functions.parse_task(*parsed), translate(domain, problem, optimize=False).decode()
+
+
+def init_state(self, downward_lib, pddl_problem, logic):
+    """PddlState.__init__, which works out the facts of a game once and copies them for each later state."""
+    memo = game_memo(logic.domain, pddl_problem)
+    if "start" not in memo:
+        STOCK_INIT_STATE(self, downward_lib, pddl_problem, logic)
+        memo["start"] = {**vars(self), "memo": memo, "sas": self.sas.encode()}
+    else:
+        downward_lib.load_sas(memo["start"]["sas"])
+    logic.types = memo["start"]["_logic"].types
+    vars(self).update(memo["start"], downward_lib=downward_lib, _logic=logic)
+    self._vars_by_name, self._var_counts = dict(self._vars_by_name), self._var_counts.copy()
+    self._facts = defaultdict(set, {signature: set(facts) for signature, facts in self._facts.items()})
+    self._vars_by_type = defaultdict(set, {kind: set(things) for kind, things in self._vars_by_type.items()})
+
+
+def replan(self, infos):
+    """PddlState.replan, which hands the planner its own translation now that it is needed."""
+    self.downward_lib.load_sas_replan(translate(self._logic.domain, self.pddl_problem, optimize=True))
+    return STOCK_REPLAN(self, infos)
+
+
+def derive(self, start: str, context: dict) -> str:
+    """ContextSensitiveGrammar.derive; a command (no "#") depends on names and static facts alone: once per game."""
+    if "#" in start:
+        return STOCK_DERIVE(self, start, context)
+    commands = context["state"].memo["commands"]
+    key = (start, *(context["entity_infos"][thing.name].name for thing in context["mapping"].values()))
+    if key not in commands:
+        commands[key] = STOCK_DERIVE(self, start, context)
+    return commands[key]
+
+
+def light_copy(value):
+    """deepcopy for textgen's symbols, lists and dictionaries, which shares the things that they hold."""
+    if isinstance(value, list):
+        return [light_copy(item) for item in value]
+    twin = copy.copy(value)
+    if isinstance(value, textgen.ListSymbol):
+        twin.symbol = copy.copy(value.symbol)  # its derive() writes into this one
+    return twin
+
+
+def init_logic(self, domain, grammar):
+    """GameLogic.__init__, which parses a grammar once for all games that differ in their task's sentence alone."""
+    before, start, rest = grammar.partition('"Your task is to: ')
+    sentence, end, after = rest.partition('"')
+    self.actions, rules = parse_grammar(before + start + end + after, rule_name="pddlStart")
+    self.domain, self.types = domain, pddl_logic.textworld.logic.TypeHierarchy()
+    self.grammar = textgen.ContextSensitiveGrammar()
+    self.grammar.update(rules)
+    if start:
+        task = textgen._parse_and_convert(json.loads(start + sentence + end), rule_name="symbols")
+        self.grammar._rules["task"] = [textgen.ProductionRule("task", task)]
+
+
+def patch_engine():
+    """Replace the functions named here, in this process.  Raises InputError for versions that it was not made for."""
+    for package, version in (("alfworld", "0.4.2"), ("textworld", "1.7.0")):
+        found = importlib.metadata.version(package)
+        if found != version:
+            raise InputError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
+    fast_downward.pddl2sas, Rule.parse_conjunctive_query = pddl2sas, parse_query
+    pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan = init_state, replan
+    pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
+    textgen.deepcopy, textgen._parse_and_convert = light_copy, lambda *args, **kw: light_copy(parse_text(*args, **kw))
+    pddl_logic.PddlState.facts = property(lambda self: list(itertools.chain.from_iterable(self._facts.values())))
+
+
+@functools.lru_cache(maxsize=16)
+def official_games(root: Path, task_types: tuple) -> list:
+    """Folders of the downloaded games below `root`, sorted; those that the package leaves out are left out here too."""
+    files = sorted(root.rglob("game.tw-pddl"), key=lambda file: file.parts)
+    games = [file.parent for file in files if file.parts[-3].split("-")[0] in task_types
+             and "Sliced" not in file.parts[-3] and json.loads(file.read_text()).get("solvable")]
+    if not games:
+        raise InputError(f"no games of the types {', '.join(task_types)} in {root}: run alfworld-download, or let "
+                         "ALFWORLD_DATA name the folder that holds json_2.1.1")
+    return games
+
+
+class AlfworldEnv(TextEnv):
+    """Household tasks in text (arXiv 2010.03768), in the packages' own engine.  Reward 1 on success, else 0.
+
+    Args:
+        houses: "small" (6-8 receptacles), "full" (25-30, as in the official games) or "official" ($ALFWORLD_DATA).
+        split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
+        task_types: names out of ALFWORLD_TASKS; None for all six.  In generated houses task i has type i modulo these.
+        num_games: how many tasks; None for SPLITS[split], or for all the official games.
+        expert: who answers `expert_action`: "planner" (knows everything, shortest plan) or "handcoded" (explores).
+    """
+
+    def __init__(self, houses="small", split="train", task_types=None, max_steps=50, num_games=None, expert="planner"):
+        task_types = tuple(task_types or ALFWORLD_TASKS)
+        for name, value, allowed in (("houses", houses, (*HOUSE_SIZES, "official")), ("split", split, SPLITS),
+                                     ("expert", expert, ("planner", "handcoded")),
+                                     *(("task_types", task_type, ALFWORLD_TASKS) for task_type in task_types)):
+            if value not in allowed:
+                raise InputError(f"{name}: unknown value '{value}', choose from {', '.join(allowed)}")
+        if num_games is not None and num_games < 1:
+            raise InputError(f"num_games is {num_games}, it must be at least 1")
+        patch_engine()
+        self.houses, self.split, self.task_types, self.expert = houses, split, task_types, expert
+        self.max_steps, self.num_tasks, self._games = max_steps, num_games or SPLITS[split], None
+        if houses == "official":
+            data = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
+            self._games = official_games(data / "json_2.1.1" / split, task_types)[:num_games]
+            self.num_tasks = len(self._games)
+        self.engine = AlfredInfos(AlfredDemangler(PddlEnv(pddl_logic.textworld.EnvInfos(facts=expert == "handcoded"))))
+
+    def _prove(self, game: dict, core: str):
+        """Commands of a shortest plan for `core`, which the engine calls a success in the whole house; else None."""
+        library = self.engine.downward_lib
+        if not library.solve_sas(translate(game["pddl_domain"], core, optimize=True), False):
+            return None
+        operators = (fast_downward.Operator * library.get_last_plan_length())()
+        library.get_last_plan(operators)
+        self.engine.load(game)
+        state, names = self.engine.reset(), [operator.name for operator in operators]
+        plan = self.engine._pddl_state.plan_to_templated_actions(names, self.engine._entity_infos)
+        for command in plan:
+            state, _, _ = self.engine.step(command)
+        return plan if state["won"] else None
+
+    def _folder(self, task: int) -> Path:
+        """Folder of a task's game; a generated one is proven, and written, if it is not there yet."""
+        if self._games:
+            return self._games[task]
+        rounds, kind = divmod(task, len(self.task_types))  # a filter of types picks from the same list of games
+        index = rounds * len(ALFWORLD_TASKS) + ALFWORLD_TASKS.index(self.task_types[kind])
+        for attempt in range(100):
+            path, game, traj_data, core = make_house(self.houses, self.split, index, attempt) or (None,) * 4
+            folder = cache_folder() / self.houses / self.split / (path or "none")
+            if (folder / "game.tw-pddl").exists():
+                return folder
+            plan = path and self._prove(game, core)
+            if plan:
+                try:
+                    write_file(folder / "traj_data.json", json.dumps(traj_data).encode())
+                    game = {**game, "solvable": True, "walkthrough": plan}
+                    write_file(folder / "game.tw-pddl", json.dumps(game).encode())
+                except OSError as error:
+                    raise InputError(f"cannot write {folder} ({error.strerror}): set TEXT_ENVS_CACHE to another folder")
+                return folder
+        raise RuntimeError(f"no solvable {self.houses} house in 100 attempts: split {self.split}, game {index}")
+
+    def _reset(self, seed, options):
+        task = options.get("task")
+        task = int(self.np_random.integers(self.num_tasks)) if task is None else task
+        if not 0 <= task < self.num_tasks:
+            raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
+        folder = self._folder(task)
+        self.engine.load(str(folder / "game.tw-pddl"))
+        self.state, self._task_id = self.engine.reset(), "/".join(folder.parts[-2:])
+        _, obs, goal = self.state["feedback"].split("\n\n")
+        self._goal = goal.removeprefix("Your task is to: ")
+        self._plan = None if self._games else self.engine.walkthrough  # the official ones are the hand-coded expert's
+        if self.expert == "handcoded":
+            self._agent, self._agent_rng = HandCodedTWAgent(max_steps=200), random.Random(f"{seed} {task}")
+            self._agent.reset(str(folder / "game.tw-pddl"))
+            self._agent.observe(self.state["feedback"])
+            self._plan = ["look"]  # as the package's AlfredExpert begins
+        return obs, self._info(valid_action=True)
+
+    def _step(self, action):
+        command = action.strip().lower()
+        valid = command in self.state["admissible_commands"]
+        self.state, reward, done = self.engine.step(command)
+        self._plan = self._plan[1:] if self._plan and self._plan[0] == command else None
+        if self.expert == "handcoded":
+            self._follow(command)
+        return self.state["feedback"], reward, done, self._info(valid)
+
+    def _follow(self, command: str):
+        """Let the package's agent see a step, with two faults mended: it knows "put X in/on Y", where the engine says
+        "move X to Y", and it draws from the global random generator."""
+        try:
+            with mock.patch.object(handcoded_expert, "random", self._agent_rng):
+                action = self._agent.act(self.state, 0, self.state["won"], re.sub("^move ", "put ", command))
+            self._plan = [action if action in self.state["admissible_commands"] else "look"]
+        except (HandCodedAgentFailed, HandCodedAgentTimeout):
+            self._plan = []
+
+    def _info(self, valid_action: bool) -> dict:
+        return {"goal": self._goal, "admissible_actions": list(self.state["admissible_commands"]),
+                "task_id": self._task_id, "task_type": self._task_id.split("-")[0], "won": bool(self.state["won"]),
+                "valid_action": valid_action, "score": float(self.state["won"])}
+
+    def expert_action(self):
+        """The expert's action in the current state, before the end; None once it has given up.  The planner knows the
+        way from the start; off it, it plans again: quick in small houses, seconds or more in full ones."""
+        if not self._plan and self.expert == "planner":
+            self._plan = self.engine._pddl_state.replan(self.engine._entity_infos)
+        return self._plan[0] if self._plan else None
+
+
+ENVS["alfworld"] = AlfworldEnv
 
 
 # ---- BabyAI ----
