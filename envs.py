@@ -293,13 +293,12 @@ def place_objects(rng, size: str, task_type: str, types: list, receptacles: list
     for obj in types:
         homes = sorted({thing_type(recep) for recep in spots[obj]} - set(wants))
         homes = [""] if task_type == "look_at_obj_in_light" else homes
-        choices = [(goal, [r for r in spots[obj] if thing_type(r) != goal]) for goal in homes]
-        if not ability or obj in constants.VAL_ACTION_OBJECTS[ability]:
-            goals[obj] = [(goal, starts) for goal, starts in choices if starts]
-    candidates = [obj for obj in goals if goals[obj]]
-    if not candidates:
+        choices = [(goal, starts) for goal in homes if (starts := [r for r in spots[obj] if thing_type(r) != goal])]
+        if choices and (not ability or obj in constants.VAL_ACTION_OBJECTS[ability]):
+            goals[obj] = choices
+    if not goals:
         return None
-    obj = rng.choice(candidates)
+    obj = rng.choice(list(goals))
     goal, spots[obj] = rng.choice(goals[obj])
     others = [kind for kind in types if kind != obj and spots[kind]] * HOUSE_SIZES[size][2]
     kinds = [obj] * (2 if task_type == "pick_two_obj_and_place" else rng.choice((1, 1, 2)))
@@ -485,6 +484,8 @@ def patch_engine():
     pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
     textgen.deepcopy, textgen._parse_and_convert = light_copy, lambda *args, **kw: light_copy(parse_text(*args, **kw))
     pddl_logic.PddlState.facts = property(lambda self: list(itertools.chain.from_iterable(self._facts.values())))
+    # The engine sorts these facts with slow comparisons, of which few are needed when they are in order already.
+    pddl_logic.PddlState.facts_with_signature = lambda self, of: sorted(self._facts.get(of, ()), key=lambda f: f.names)
 
 
 @functools.lru_cache(maxsize=16)
@@ -565,8 +566,7 @@ class AlfworldEnv(TextEnv):
         raise RuntimeError(f"no solvable {self.houses} house in 100 attempts: split {self.split}, game {index}")
 
     def _reset(self, seed, options):
-        task = options.get("task")
-        task = int(self.np_random.integers(self.num_tasks)) if task is None else task
+        task = options["task"] if "task" in options else int(self.np_random.integers(self.num_tasks))
         if not 0 <= task < self.num_tasks:
             raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
         folder = self._folder(task)

@@ -463,7 +463,10 @@ def test_group_reset_gives_the_same_game():
         acts = [results[0][1]["admissible_actions"][k] for k in (0, 1)]
         first, second = pool.step([3, 2], acts)
         assert first[0] != second[0]
+        assert pool.step([0], ["look"])[0][0].startswith("You are in the middle of a room")
         assert pool.step([0], [acts[0]])[0] == first
+        assert pool.reset([3, 0, 2, 1], [5, 5, 5, 4]) == results
+        assert pool.step([0], ["look"])[0][0].startswith("You are in the middle of a room")
 
 
 def test_workers_equal_one_process(tmp_path, monkeypatch):
