@@ -178,7 +178,7 @@ def test_filter_picks_from_the_same_games(env):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"houses": "tiny"}, "small, full, official"), ({"split": "test"}, "valid_unseen"), ({"expert": "me"}, "planner"),
+    ({"houses": "tiny"}, "small, full, official"), ({"split": "test"}, "valid_unseen"),
     ({"task_types": ("pick",)}, "look_at_obj_in_light"), ({"num_games": 0}, "at least 1")])
 def test_bad_options_are_one_clear_line(options, message):
     with pytest.raises(InputError, match=message) as error:
@@ -196,13 +196,12 @@ def test_unknown_task_is_refused():
 # ---- houses ----
 
 @pytest.mark.parametrize("houses, count", [("small", 12), ("full", 6)])
-def test_all_types_are_solved_by_both_experts(houses, count):
-    for expert, limit in (("planner", 15), ("handcoded", 150)):
-        env = make_env("alfworld", houses=houses, expert=expert, max_steps=limit)
-        for task in range(count):
-            actions, reward, terminated, _, info = follow_expert(env, task)
-            assert info["task_type"] == ALFWORLD_TASKS[task % 6]
-            assert reward == 1.0 and terminated, (expert, info["task_id"], actions)
+def test_all_types_are_solved_by_the_planner(houses, count):
+    env = make_env("alfworld", houses=houses, max_steps=15)
+    for task in range(count):
+        actions, reward, terminated, _, info = follow_expert(env, task)
+        assert info["task_type"] == ALFWORLD_TASKS[task % 6]
+        assert reward == 1.0 and terminated, (info["task_id"], actions)
     # Deterministic given the seed, and without touching the global generator.
     state = random.getstate()
     assert follow_expert(env, 5)[0] == follow_expert(env, 5)[0] and random.getstate() == state
@@ -280,7 +279,7 @@ def test_case47_games_do_not_depend_on_process_or_hash_seed(tmp_path, cache):
     code = """
 import envs, hashlib, sys
 for houses, tasks in (("small", (5, 101, 103)), ("full", (2,))):
-    env = envs.make_env("alfworld", houses=houses, expert="handcoded")
+    env = envs.make_env("alfworld", houses=houses)
     for task in tasks:
         obs, info = env.reset(options={"task": task})
         files = [hashlib.sha256((env._folder(task) / n).read_bytes()).hexdigest() for n in ("game.tw-pddl", "traj_data.json")]
