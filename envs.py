@@ -22,7 +22,6 @@ class TextEnv(gymnasium.Env):
     """A text environment: observation str, action str.  Subclasses define `_reset(task, seed) -> (obs, info)` and
     `_step(action) -> (obs, reward, terminated, info)`; this class picks the task, counts the steps, tells truncation from
     termination and refuses a step after the end.
-
     `info` always carries: goal (str), admissible_actions (list of str, stable order), task_id (str), task_type (str),
     won (bool), valid_action (bool: the last action was admissible; True after reset), score (float: sum of rewards).
     """
@@ -182,8 +181,7 @@ TASK_NEEDS = {  # task type -> (rooms, one of these receptacles must be there, w
     "look_at_obj_in_light": (("Bedroom", "LivingRoom"), LAMP_STANDS, None),
     "pick_clean_then_place_in_recep": (("Bathroom", "Kitchen"), ("SinkBasin",), "Cleanable"),
     "pick_heat_then_place_in_recep": (("Kitchen",), ("Microwave",), "Heatable"),
-    "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"),
-    "pick_two_obj_and_place": (ROOMS, (), None)}
+    "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"), "pick_two_obj_and_place": (ROOMS, (), None)}
 ALFWORLD_TASKS = tuple(TASK_NEEDS)
 SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
 HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 5)}  # receptacles, objects, most of a type
@@ -314,6 +312,7 @@ def write_file(path: Path, data: bytes):
 # full one.  `patch_engine` puts the functions below in place of the package's; every output stays the same.
 STOCK_PDDL2SAS, STOCK_DERIVE = fast_downward.pddl2sas, textgen.ContextSensitiveGrammar.derive
 STOCK_INIT_STATE, STOCK_REPLAN = pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan
+STOCK_LOAD_LIB, spare_libraries = fast_downward.load_lib, []  # a copy for each environment; unloading one is a crash at exit
 parse_text = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
 parse_grammar = functools.lru_cache(maxsize=16)(pddl_logic._parse_and_convert)
 parse_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
@@ -402,6 +401,7 @@ def patch_engine():
         if found != version:
             raise InputError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
     fast_downward.pddl2sas, Rule.parse_conjunctive_query = pddl2sas, parse_query
+    fast_downward.load_lib = lambda: spare_libraries.pop() if spare_libraries else STOCK_LOAD_LIB()
     pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan = init_state, replan
     pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
     textgen.deepcopy, textgen._parse_and_convert = light_copy, lambda *args, **kw: light_copy(parse_text(*args, **kw))
@@ -422,7 +422,6 @@ def official_games(root: Path, task_types: tuple) -> list:
 
 class AlfworldEnv(TextEnv):
     """Household tasks in text (arXiv 2010.03768), in the packages' own engine.  Reward 1 on success, else 0.
-
     houses: "small" (6-8 receptacles), "full" (25-30, as in the official games) or "official" ($ALFWORLD_DATA).
     split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
     task_types: names out of ALFWORLD_TASKS, a list or one str with commas, empty for all six.  In generated houses task i
@@ -511,6 +510,11 @@ class AlfworldEnv(TextEnv):
             self._plan = self.engine._pddl_state.replan(self.engine._entity_infos)
         return self._plan[0] if self._plan else None
 
+    def close(self):
+        """Leave the planner's library to the next environment; this one cannot be used afterwards."""
+        spare_libraries.extend([self.engine.downward_lib] if self.engine else [])
+        self.engine, self._ended = None, True
+
 # ---- BabyAI -----------------------------------------------------------------------------------------------------------
 BABYAI_LEVELS = tuple(  # PriorZero's 18, by the paper's names
     "GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7 GoToImpUnlock GoToSeqS5R2 "
@@ -523,10 +527,8 @@ TURNS = (1, 1j, -1, -1j)  # a cell is x + y j, y growing downwards, and a headin
 
 class BabyAIEnv(TextEnv):
     """BabyAI in words: the agent's 7x7 view as a sentence, high-level commands as actions (PriorZero, appendix).
-
     Task i is level i % L (L = 1, or 18 for "all") on the layout of seed first_seed + i // L.  Train and valid_unseen have
     other seeds (BABYAI_LAYOUTS).  Reward: 1 - 0.9 t / max_steps at success, t counted in commands, not in moves; else 0.
-
     level: one of BABYAI_LEVELS, or "all" for the multi-task mix.
     memory: "none", or "map" (ours): what was seen earlier in the episode stays in the text and the commands.
     fixed_layouts: one layout a level (seed 0) in both splits, as the authors' public code trains and tests.
@@ -765,11 +767,9 @@ STILL_DICE = (1, 0, 0)  # random state in which commands are tried out: what is 
 
 class JerichoEnv(TextEnv):
     """Text adventures in Jericho's emulator.  The story files are not ours to ship.
-
     Reward: the change of the game's score, an integer, maybe negative; game_score = score + the score at the start.
     The episode terminates with the game, won or lost.  Any text may be sent, admissible or not, but for OUT_OF_GAME.
     `info` adds game_score and actions_cut, the number of valid actions that the cap cut.
-
     game, rom_dir: name of the story file without its ending, and its folder (None: the environment variable JERICHO_ROMS).
     max_steps, action_cap: None for JERICHO_GAMES.  cache_file: valid actions are kept here as well; processes may share it.
     list_actions: end the observation with the valid actions (for a world model, which sees nothing else).
