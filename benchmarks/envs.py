@@ -265,9 +265,10 @@ def report(results: dict) -> str:
             parts += [table(f"{houses} houses | stock ms | ours ms | times", (
                 (what, row["stock_ms"].get(what, ""), ms, f"{row['stock_ms'][what] / ms:.0f}" if what in row["stock_ms"] else "")
                 for what, ms in row["ours_ms"].items())) for houses, row in rows.items()]
-            parts.append(table("houses | games | random: return | actions | expert: return | actions", (
-                (houses, row["random"]["episodes"], row["random"]["return"], row["random"]["actions"], row["expert"]["return"],
-                 row["expert"]["actions"]) for houses, row in rows.items())))
+            if all("random" in row for row in rows.values()):  # older files lack the returns
+                parts.append(table("houses | games | random: return | actions | expert: return | actions", (
+                    (houses, row["random"]["episodes"], row["random"]["return"], row["random"]["actions"],
+                     row["expert"]["return"], row["expert"]["actions"]) for houses, row in rows.items())))
         if name == "babyai":
             parts.append(f"## BabyAI\n\n{machine} Random valid commands, resets included: {rows['commands_per_s']} commands/s "
                          f"(mean of the 18 levels' medians of three runs; best runs: {rows['best']}). 100 unseen layouts a level, 20 "
