@@ -331,8 +331,6 @@ def make_policy(model, tokenizer, cfg):
     if tokenizer.pad_token_id is None:  # any existing id will do: every mask here comes from lengths, never from ids
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         print(f"the tokenizer has no pad token: padding with {tokenizer.pad_token!r}")
-    if not tokenizer.chat_template and cfg.model != "tiny":
-        print("the tokenizer has no chat template: prompts are plain text, the response follows directly")
     for module in model.modules():  # no dropout: rollout and update must see the same function (first ratio exactly 1)
         for name in [n for n in vars(module) if n.endswith("dropout") or (n == "p" and isinstance(module, nn.Dropout))]:
             setattr(module, name, 0.0)
@@ -404,7 +402,7 @@ def positions_of(mask):
 
 def next_log_probs(logits, temperature, allowed):
     """fp32 log-probabilities [B, V] of what is sampled from; `allowed`: the token ids allowed in each row, or None for all."""
-    logits = logits.float() / (temperature or 1.0)
+    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
     if allowed is not None:
         pairs = torch.tensor([(b, i) for b, ids in enumerate(allowed) for i in ids], device=logits.device)
         outside = torch.ones_like(logits, dtype=torch.bool)
@@ -427,8 +425,7 @@ def generate(policy, prompts, max_len, temperature, generator, admissible=None):
         with policy.autocast():
             out = policy.model.base_model(input_ids=step_ids, attention_mask=mask, use_cache=True, cache=cache,
                                           position_ids=positions_of(mask)[:, -step_ids.shape[1]:])
-            logits = head(out.last_hidden_state[:, -1])  # [B, V]
-        cache = out.cache
+            logits, cache = head(out.last_hidden_state[:, -1]), out.cache  # [B, V]
         prefixes = torch.stack(tokens, 1).tolist() if tries and tokens else [[]] * len(prompts)
         allowed_ids.append(tries and [allowed_tokens(t, p) for t, p in zip(tries, prefixes)])
         log_probs = next_log_probs(logits, temperature, allowed_ids[-1])
@@ -530,25 +527,29 @@ def make_batch(transitions, with_obs, device, temperature=1.0):
                  pad([t.response.logps for t in transitions], torch.float32, device, "right"), temperature,
                  [t.response.allowed for t in transitions] if transitions[0].response.allowed else None)
 
-def response_logps(model, batch):
+def response_logps(model, batch, rho=None):
     """Log-probabilities of response [B, S] and observation [B, O] tokens from one forward pass, 0 where masked.
-    The response's are at the batch's temperature and constraint.  The LM head is applied at scored positions only.
+    The response's are at the batch's temperature and constraint.  The LM head is applied at scored positions only.  With rho,
+    observation tokens above that probability get no gradient: eq. 7 drops them, so the head's backward pass is spared.
     """
     hidden = model.base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False,
                               position_ids=positions_of(batch.attention_mask)).last_hidden_state  # [B, T, D]
-    head = model.get_output_embeddings()
-    allowed = batch.allowed and [a for row in batch.allowed for a in row]
+    head, allowed = model.get_output_embeddings(), batch.allowed and [a for row in batch.allowed for a in row]
     # The logit at position t predicts token t + 1.
     action = scored_logp(head, hidden, batch.ids, batch.prompt_len - 1, batch.action_mask, batch.temperature, allowed)
-    obs = scored_logp(head, hidden, batch.ids, batch.prompt_len + batch.response_len - 1, batch.obs_mask, 1.0, None)
+    obs = scored_logp(head, hidden, batch.ids, batch.prompt_len + batch.response_len - 1, batch.obs_mask, 1.0, None, rho)
     return action, obs
 
-def scored_logp(head, hidden, ids, first, mask, temperature, allowed):
+def scored_logp(head, hidden, ids, first, mask, temperature, allowed, rho=None):
     """fp32 log-probabilities [B, S] of the tokens after positions first [B], first + 1, ...; 0 where mask [B, S] is 0."""
     rows, offsets = mask.nonzero(as_tuple=True)
-    positions = first[rows] + offsets
-    log_probs = next_log_probs(head(hidden[rows, positions]), temperature, allowed)  # [scored tokens, V]
-    logp = log_probs.gather(1, ids[rows, positions + 1][:, None])[:, 0]
+    h, targets = hidden[rows, first[rows] + offsets], ids[rows, first[rows] + offsets + 1]  # [scored tokens, D], [scored tokens]
+    score = lambda h, targets: next_log_probs(head(h), temperature, allowed).gather(1, targets[:, None])[:, 0]
+    with torch.set_grad_enabled(rho is None and torch.is_grad_enabled()):
+        logp = score(h, targets)
+    if rho is not None:
+        kept = uncertain_mask(logp, rho)
+        logp = logp.masked_scatter(kept, score(h[kept], targets[kept]))
     return torch.zeros(mask.shape, dtype=logp.dtype, device=logp.device).index_put((rows, offsets), logp)
 
 def compute_advantages(transitions, episodes, cfg):
@@ -613,7 +614,7 @@ def loss_of(policy, batch, ref_logp, advantage, wm_weight, shares, cfg):
     """
     tokens_per_step, num_steps = shares
     with policy.autocast():
-        logp, obs_logp = response_logps(policy.model, batch)
+        logp, obs_logp = response_logps(policy.model, batch, cfg.rho if cfg.wm == "cmae" else None)
     num_tokens, mask = batch.action_mask.sum(), batch.action_mask.bool()
     pg = policy_loss(logp, batch.old_logp, advantage, mask, cfg.clip_low, cfg.clip_high)
     wm = cross_entropy_wm(obs_logp, batch.obs_mask) if cfg.wm == "ce" else clipped_mae(obs_logp, batch.obs_mask, cfg.rho)
@@ -677,10 +678,9 @@ def update_metrics(transitions, episodes, lambdas, num_selected, sums, first_dev
         "entropy": mean(h for t in transitions for h in t.response.entropies), "wm_loss": wm / max(wm_rows, 1),
         "wm_clipped_frac": confident / max(obs_tokens, 1), "wm_selected": num_selected, "lambda": float(lambdas.mean()),
         "frac_zero_std": mean(len(r) == 1 for r in returns), "truncated_frac": mean(t.response.truncated for t in transitions),
-        "frac_unsolved": 1 - len({e.group for e in episodes if e.won}) / len(lambdas),
         "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0, "train_tokens": int(all_tokens),
         "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions),
-        "version": transitions[0].version}
+        "version": transitions[0].version, "frac_unsolved": 1 - len({e.group for e in episodes if e.won}) / len(lambdas)}
 
 # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 def evaluate(policy, pool, cfg):
@@ -829,8 +829,7 @@ def train(cfg, state=None):
         interrupted = []  # Ctrl-C ends the run after the update in progress; a second Ctrl-C ends it at once
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
         for update in log.bar:
-            seconds = defaultdict(float)
-            tasks = draw_tasks(update, cfg, pool.num_tasks)
+            seconds, tasks = defaultdict(float), draw_tasks(update, cfg, pool.num_tasks)
             transitions, episodes = rollout(policy, pool, tasks, cfg.group_size, cfg, cfg.temperature, generators["sampling"], seconds)
             clock = time.perf_counter()
             metrics = update_policy(policy, reference, optimizer, transitions, episodes, cfg, generators["mini_batches"])
