@@ -4,69 +4,45 @@
     obs, info = env.reset(seed=0, options={"task": 3})
     obs, reward, terminated, truncated, info = env.step(info["admissible_actions"][0])
 
-Every environment is a `TextEnv` (gymnasium's `Env` with str observations and str actions) and `EnvPool` steps many of
-them together.  This file knows nothing of the two methods that use it.
+Every environment is a `TextEnv` (gymnasium's `Env`, observation and action are str); `EnvPool` steps many of them together.
 """
 
-import argparse
-import contextlib
-import copy
-import functools
-import gc
-import gzip
-import hashlib
-import importlib.metadata
-import inspect
-import io
-import itertools
-import json
-import math
-import multiprocessing
-import os
-import random
-import re
-import signal
-import sys
-import tempfile
-import traceback
-import warnings
-import zlib
+import argparse, contextlib, copy, functools, gc, gzip, hashlib, importlib.metadata, inspect, io, itertools, json, math
+import multiprocessing, os, random, re, signal, sys, tempfile, traceback, warnings, zlib
 from collections import Counter, defaultdict, deque
 from pathlib import Path
 from unittest import mock
 
 import gymnasium
 
-
 class InputError(ValueError):
     """The user's input is wrong: the message is one line that says what and how to mend it (scripts exit with 2)."""
 
-
 class TextEnv(gymnasium.Env):
-    """A text environment: observation str, action str.
-
-    Subclasses define `_reset(seed, options) -> (obs, info)` and `_step(action) -> (obs, reward, terminated, info)`;
-    this class counts the steps, tells truncation from termination and refuses a step after the end.
-
+    """A text environment: observation str, action str.  Subclasses define `_reset(task, seed) -> (obs, info)` and
+    `_step(action) -> (obs, reward, terminated, info)`; this class picks the task, counts the steps, tells truncation from
+    termination and refuses a step after the end.
     `info` always carries: goal (str), admissible_actions (list of str, stable order), task_id (str), task_type (str),
     won (bool), valid_action (bool: the last action was admissible; True after reset), score (float: sum of rewards).
-
-    Attributes:
-        max_steps: actions per episode; the episode is truncated there unless it terminated on that very step.
-        num_tasks: how many tasks `options={"task": i}` can pick, 0 <= i < num_tasks.
-        max_return: the highest possible sum of rewards, used to scale rewards (PaW's R_max).
     """
-
-    max_steps: int = 50
-    num_tasks: int = 1
-    max_return: float = 1.0
+    max_steps: int = 50  # actions per episode; it is truncated there unless it terminated on that very step
+    num_tasks: int = 1  # `options={"task": i}` picks one of them, 0 <= i < num_tasks
+    max_return: float = 1.0  # the highest possible sum of rewards, used to scale rewards (PaW's R_max)
     _ended = True
 
     def reset(self, *, seed=None, options=None):
         """Start an episode; `options={"task": i}` picks the task, else the seed does. Returns (obs, info)."""
+        self._ended = True  # until _reset has succeeded
         super().reset(seed=seed)
+        task = (options or {}).get("task")
+        task = int(self.np_random.integers(self.num_tasks)) if task is None else task
+        if not 0 <= task < self.num_tasks:
+            raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
+        if self.max_steps < 1:
+            raise InputError(f"max_steps is {self.max_steps}, it must be at least 1")
+        result = self._reset(task, seed)
         self.num_steps, self._ended = 0, False
-        return self._reset(seed, options or {})
+        return result
 
     def step(self, action: str):
         """Apply one action; returns (obs, reward, terminated, truncated, info). Raises RuntimeError after the end."""
@@ -78,58 +54,48 @@ class TextEnv(gymnasium.Env):
         self._ended = terminated or truncated
         return obs, float(reward), terminated, truncated, info
 
-
 def make_env(name: str, **options) -> TextEnv:
     """Build one environment by name ("alfworld", "babyai", "jericho"). Raises InputError for an unknown name."""
-    if name not in ENVS:
-        raise InputError(f"unknown environment '{name}': choose one of {', '.join(sorted(ENVS))}")
+    check_choice("env", name, ENVS)
     return ENVS[name](**options)
 
+def check_choice(name: str, value, allowed):
+    """Raises InputError unless the option `name` has one of the allowed values."""
+    if value not in allowed:
+        raise InputError(f"{name}: unknown value '{value}', choose from {', '.join(allowed)}")
 
-ENVS = {}
-
-
-class EnvPool:
+class EnvPool(contextlib.AbstractContextManager):
     """A fixed set of environments of one kind, built once, stepped together, and re-loaded with task after task.
 
         with EnvPool("alfworld", num_envs=16, houses="small") as pool:
             results = pool.reset(range(16), [3] * 8 + [4] * 8)  # two groups of 8: [(obs, info), ...]
             results = pool.step([0, 5], ["look", "inventory"])  # [(obs, reward, terminated, truncated, info), ...]
 
-    Args:
-        name, options: what `make_env` takes.
-        num_envs: how many environments; they are called 0 ... num_envs - 1.
-        workers: 0 keeps them in this process; N shares them among N spawned processes, which never see CUDA.
-        timeout: seconds that a worker may spend on one reset or step.
-
-    A worker that dies, hangs or raises makes reset and step raise a RuntimeError that names its task; the pool closes.
+    `options` is what `make_env` takes.  With workers=0 all environments live in this process, else they are shared among so
+    many spawned processes, which never see CUDA.  A worker that dies, raises, or spends more than `timeout` seconds on one
+    reset or step makes these raise a RuntimeError that names its task; the pool closes.
     """
-
     def __init__(self, name: str, num_envs: int, workers: int = 0, timeout: float = 300.0, **options):
-        self.name, self.timeout, self.tasks = name, timeout, [None] * num_envs
-        self.envs, self.workers = [], []
-        if workers:
-            context = multiprocessing.get_context("spawn")
-            for w in range(min(workers, num_envs)):
-                here, there = context.Pipe()
-                shares = range(w, num_envs, workers)
-                process = context.Process(target=serve_envs, args=(there, name, len(shares), options), daemon=True)
-                # Without these two names a worker does not import the main script, which may bring torch along.
-                main = sys.modules["__main__"]
-                with mock.patch.object(main, "__spec__", None), mock.patch.object(main, "__file__", None, create=True):
-                    process.start()
-                there.close()  # so that a dead worker reads as the end of the pipe
-                self.workers.append((process, here))
-            sizes = [self._receive(w, "start") for w in range(len(self.workers))]
-            self.num_tasks, self.max_return = sizes[0]
-        else:
+        self.name, self.timeout, self.tasks, self.envs, self.workers = name, timeout, {}, [], []
+        if not workers:
             self.envs = [make_env(name, **options) for _ in range(num_envs)]
             self.num_tasks, self.max_return = self.envs[0].num_tasks, self.envs[0].max_return
+            return
+        context, main = multiprocessing.get_context("spawn"), sys.modules["__main__"]
+        for w in range(min(workers, num_envs)):
+            here, there = context.Pipe()
+            share = there, name, len(range(w, num_envs, workers)), options
+            process = context.Process(target=serve_envs, args=share, daemon=True)
+            # Without these two names a worker does not import the main script, which may bring torch along.
+            with mock.patch.object(main, "__spec__", None), mock.patch.object(main, "__file__", None, create=True):
+                process.start()
+            there.close()  # so that a dead worker reads as the end of the pipe
+            self.workers.append((process, here))
+        self.num_tasks, self.max_return = [self._receive(w, "start") for w in range(len(self.workers))][0]
 
     def reset(self, indices, tasks) -> list:
         """Environment indices[k] starts task tasks[k]; a list of (obs, info) in the order of `indices`."""
-        for index, task in zip(indices, tasks, strict=True):
-            self.tasks[index] = task
+        self.tasks |= zip(indices, tasks, strict=True)
         return self._run("reset", indices, tasks)
 
     def step(self, indices, actions) -> list:
@@ -137,47 +103,34 @@ class EnvPool:
         return self._run("step", indices, actions)
 
     def _run(self, method: str, indices, arguments) -> list:
-        calls = list(zip(indices, arguments, strict=True))
+        calls, num_workers = list(zip(indices, arguments, strict=True)), len(self.workers)
         if not self.workers and not self.envs:
             raise RuntimeError("this EnvPool is closed")
         if not self.workers:
             return [call_env(self.envs[index], method, argument) for index, argument in calls]
-        shares = [[] for _ in self.workers]
-        for k, (index, argument) in enumerate(calls):
-            shares[index % len(self.workers)].append((k, index, argument))
-        for (process, pipe), share in zip(self.workers, shares):
-            try:
-                pipe.send([(method, index // len(self.workers), argument) for _, index, argument in share])
-            except OSError:
-                pass  # it is dead, and _receive says so
-        results = [None] * len(calls)
-        for w, share in enumerate(shares):
-            for k, index, argument in share:
-                doing = f"{method}({argument!r}) of environment {index}, task {self.tasks[index]}"
-                results[k] = self._receive(w, doing)
-        return results
+        for w, (_, pipe) in enumerate(self.workers):
+            with contextlib.suppress(OSError):  # it is dead, and _receive says so
+                pipe.send([(method, i // num_workers, argument) for i, argument in calls if i % num_workers == w])
+        return [self._receive(i % num_workers, f"{method}({argument!r}) of environment {i}, task {self.tasks.get(i)}")
+                for i, argument in calls]  # a worker answers its calls in their order
 
     def _receive(self, w: int, doing: str):
         """The next answer of worker `w`, which works on `doing`."""
         process, pipe = self.workers[w]
+        answer, problem = None, f"did not answer within {self.timeout:g} s"
         try:
-            if not pipe.poll(self.timeout):
-                problem = f"did not answer within {self.timeout:g} s"
-            else:
+            if pipe.poll(self.timeout):
                 ok, answer = pipe.recv()
                 if ok:
                     return answer
-                if isinstance(answer, InputError):
-                    self.close()
-                    raise answer
                 problem = f"failed: {answer}"
         except (EOFError, OSError):
             process.join(1)
             problem = f"died (exit code {process.exitcode})"
         self.close()
-        raise RuntimeError(f"{self.name} worker {w} {problem}, at {doing}")
+        raise answer if isinstance(answer, InputError) else RuntimeError(f"{self.name} worker {w} {problem}, at {doing}")
 
-    def close(self):
+    def close(self, *_):
         """End the workers, close the environments."""
         for process, pipe in self.workers:
             process.kill()  # a stopped process would not hear terminate()
@@ -187,17 +140,11 @@ class EnvPool:
             env.close()
         self.workers, self.envs = [], []
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
+    __exit__ = close
 
 def call_env(env: TextEnv, method: str, argument):
     """reset(argument: task) or step(argument: action).  The task is the seed too, so that equal tasks start equal."""
     return env.reset(seed=argument, options={"task": argument}) if method == "reset" else env.step(argument)
-
 
 def serve_envs(pipe, name: str, num_envs: int, options: dict):
     """A worker's life: build `num_envs` environments, then answer lists of (method, index, argument) one by one."""
@@ -210,13 +157,10 @@ def serve_envs(pipe, name: str, num_envs: int, options: dict):
                 pipe.send((True, call_env(envs[index], method, argument)))
     except EOFError:
         pass  # the parent has gone
-    except InputError as error:
-        pipe.send((False, error))
-    except Exception:  # whatever it is, the parent must hear of it
-        pipe.send((False, traceback.format_exc()))
+    except Exception as error:  # whatever it is, the parent must hear of it
+        pipe.send((False, error if isinstance(error, InputError) else traceback.format_exc()))
 
-
-# ---- ALFWorld ----
+# ---- ALFWorld ---------------------------------------------------------------------------------------------------------
 # The engine (PddlEnv, AlfredDemangler, AlfredInfos, the expert) is the textworld and alfworld packages' own; here are
 # houses that need no download, faster versions of a few functions of the engine, and the environment around it.
 # `import alfworld` creates the folder $ALFWORLD_DATA and sets the variable; the planner's modules parse sys.argv.
@@ -225,7 +169,6 @@ with mock.patch.dict(os.environ, ALFWORLD_DATA=tempfile.gettempdir()), mock.patc
     import textworld.envs.pddl.logic as pddl_logic
     import textworld.envs.pddl.textgen as textgen
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
-    from alfworld.agents.expert import HandCodedAgentFailed, HandCodedAgentTimeout, HandCodedTWAgent, handcoded_expert
     from alfworld.gen import constants, goal_library
     from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
     from textworld.envs.pddl import PddlEnv
@@ -238,9 +181,7 @@ TASK_NEEDS = {  # task type -> (rooms, one of these receptacles must be there, w
     "look_at_obj_in_light": (("Bedroom", "LivingRoom"), LAMP_STANDS, None),
     "pick_clean_then_place_in_recep": (("Bathroom", "Kitchen"), ("SinkBasin",), "Cleanable"),
     "pick_heat_then_place_in_recep": (("Kitchen",), ("Microwave",), "Heatable"),
-    "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"),
-    "pick_two_obj_and_place": (ROOMS, (), None),
-}
+    "pick_cool_then_place_in_recep": (("Kitchen",), ("Fridge",), "Coolable"), "pick_two_obj_and_place": (ROOMS, (), None)}
 ALFWORLD_TASKS = tuple(TASK_NEEDS)
 SPLITS = {"train": 3000, "valid_seen": 300, "valid_unseen": 300}  # split -> default number of generated games
 HOUSE_SIZES = {"small": ((6, 8), (9, 11), 2), "full": ((25, 30), (32, 38), 5)}  # receptacles, objects, most of a type
@@ -251,17 +192,14 @@ PACKAGE = Path(constants.__file__).parents[1]
 FITS = {recep: {obj for obj in objs if not obj.endswith("Sliced")}
         for recep, objs in constants.VAL_RECEPTACLE_OBJECTS.items() if recep not in constants.MOVABLE_RECEPTACLES}
 
-
 def thing_type(thing_id: str) -> str:
     """Type of an id as floor plans write it: "Mug|+01.2|..." -> "Mug", "Sink|+01.2|...|SinkBasin" -> "SinkBasin"."""
     return thing_id.split("|")[-1 if thing_id.endswith("Basin") else 0]
-
 
 def new_id(rng, kind: str) -> str:
     """An id at a random place: "Mug|+01.20|-00.31|+02.75"."""
     place = "|".join(f"{rng.uniform(-5, 5):+06.2f}" for _ in range(3))
     return f"{kind[:-5]}|{place}|{kind}" if kind.endswith("Basin") else f"{kind}|{place}"
-
 
 @functools.cache
 def floor_plan(scene: int):
@@ -269,7 +207,6 @@ def floor_plan(scene: int):
     files = [PACKAGE / f"gen/layouts/FloorPlan{scene}-{part}.json" for part in ("openable", "objects")]
     ids, types = (json.loads(file.read_text()) for file in files)
     return [i for i in sorted(ids) if thing_type(i) in FITS], sorted(set(types))
-
 
 def choose_receptacles(rng, scene: int, wants: tuple, count: int) -> list:
     """`count` receptacle ids for a scene: one whose type is in `wants` (if any), then a mix that favours rare types."""
@@ -282,24 +219,21 @@ def choose_receptacles(rng, scene: int, wants: tuple, count: int) -> list:
     first = [i for i in ids if thing_type(i) in wants][:1] or [new_id(rng, kind) for kind in wants[-1:]]
     return first + [i for i in ids if i not in first][:count - len(first)]
 
-
 def place_objects(rng, size: str, task_type: str, types: list, receptacles: list):
-    """Draw the task and place things so that its goal does not hold; None if the task fits none of the types.
-
-    Returns (object type, goal receptacle type or "", lamp type, dict object id -> receptacle id)."""
+    """Draw the task and place things so that its goal does not hold yet.  Returns (object type, goal receptacle type or "",
+    lamp type, dict object id -> receptacle id); None if the task fits none of the types."""
     _, wants, ability = TASK_NEEDS[task_type]
     spots = {kind: [recep for recep in receptacles if kind in FITS[thing_type(recep)]] for kind in types}
     goals = {}  # object type -> possible choices of (goal receptacle type, receptacles where the object may start)
     for obj in types:
         homes = sorted({thing_type(recep) for recep in spots[obj]} - set(wants))
         homes = [""] if task_type == "look_at_obj_in_light" else homes
-        choices = [(goal, [r for r in spots[obj] if thing_type(r) != goal]) for goal in homes]
-        if not ability or obj in constants.VAL_ACTION_OBJECTS[ability]:
-            goals[obj] = [(goal, starts) for goal, starts in choices if starts]
-    candidates = [obj for obj in goals if goals[obj]]
-    if not candidates:
+        choices = [(goal, starts) for goal in homes if (starts := [r for r in spots[obj] if thing_type(r) != goal])]
+        if choices and (not ability or obj in constants.VAL_ACTION_OBJECTS[ability]):
+            goals[obj] = choices
+    if not goals:
         return None
-    obj = rng.choice(candidates)
+    obj = rng.choice(list(goals))
     goal, spots[obj] = rng.choice(goals[obj])
     others = [kind for kind in types if kind != obj and spots[kind]] * HOUSE_SIZES[size][2]
     kinds = [obj] * (2 if task_type == "pick_two_obj_and_place" else rng.choice((1, 1, 2)))
@@ -311,12 +245,11 @@ def place_objects(rng, size: str, task_type: str, types: list, receptacles: list
     kinds += others[:rng.randint(*HOUSE_SIZES[size][1]) - len(kinds)]
     return obj, goal, lamp, {new_id(rng, kind): rng.choice(spots[kind]) for kind in kinds}
 
-
 def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
     """The house as a problem of the package's PDDL domain; `places` maps object ids to receptacle ids."""
     location = {recep: f"loc|{n}" for n, recep in enumerate(receptacles)}
-    rtypes = sorted({thing_type(recep) for recep in receptacles} | {"SinkBasin", "Fridge", "Microwave"})
-    otypes = sorted({thing_type(obj) for obj in places} | {"Knife", "ButterKnife"})  # the domain names these too
+    rtypes = sorted({*map(thing_type, receptacles), "SinkBasin", "Fridge", "Microwave"})
+    otypes = sorted({*map(thing_type, places), "Knife", "ButterKnife"})  # the domain names these too
     things = {"agent": ["agent1"], "location": ["loc|start", *location.values()], "receptacle": receptacles,
               "object": places, "rtype": [f"{r}Type" for r in rtypes], "otype": [f"{o}Type" for o in otypes]}
     facts = [f"(canContain {r}Type {o}Type)" for r in rtypes for o in otypes if o in FITS[r]]
@@ -334,13 +267,11 @@ def pddl_problem(receptacles: list, places: dict, goal: str) -> str:
         text = text.replace(char, escape)
     return text
 
-
 @functools.lru_cache(maxsize=256)
 def make_house(size: str, split: str, index: int, attempt: int):
     """Game number `index` of a split, a function of the arguments alone; None if this draw has no room for the task.
-
-    Returns (folder relative to the split, game and traj_data as the official files hold them but not proven yet, the
-    PDDL problem without the things that do not matter)."""
+    Returns (folder relative to the split, game and traj_data as the official files hold them but not proven yet, the PDDL
+    problem without the things that do not matter)."""
     rng = random.Random(f"{size} {split} {index} {attempt}")  # a str as seed does not depend on PYTHONHASHSEED
     task_type = ALFWORLD_TASKS[index % len(ALFWORLD_TASKS)]
     rooms, wants, _ = TASK_NEEDS[task_type]
@@ -353,8 +284,7 @@ def make_house(size: str, split: str, index: int, attempt: int):
     obj, recep, lamp, places = drawn
     toggle = lamp if task_type == "look_at_obj_in_light" else ""
     goal = goal_library.gdict[task_type]["pddl"].format(obj=obj, recep=recep, toggle=toggle)
-    sentence = rng.choice(goal_library.gdict[task_type]["templates"])
-    sentence = sentence.format(obj=obj, recep=recep, toggle=toggle).lower()
+    sentence = rng.choice(goal_library.gdict[task_type]["templates"]).format(obj=obj, recep=recep, toggle=toggle).lower()
     core = {thing: spot for thing, spot in places.items() if thing_type(thing) in (obj, toggle)}
     core = pddl_problem([r for r in receptacles if r in core.values() or thing_type(r) in (recep, *wants)], core, goal)
     domain, grammar = ((PACKAGE / "data" / name).read_text() for name in ("alfred.pddl", "alfred.twl2"))
@@ -367,11 +297,9 @@ def make_house(size: str, split: str, index: int, attempt: int):
         "turk_annotations": {"anns": [{"task_desc": sentence, "high_descs": []}]}}
     return f"{task_type}-{obj}-None-{recep or toggle}-{scene}/{trial}", game, traj_data, core
 
-
 def cache_folder() -> Path:
     """Where generated houses and translated problems are kept: $TEXT_ENVS_CACHE, else houses/ beside this file."""
     return Path(os.environ.get("TEXT_ENVS_CACHE") or Path(__file__).resolve().parent / "houses")
-
 
 def write_file(path: Path, data: bytes):
     """Write under a temporary name, then rename: other processes see the whole file or none.  Raises OSError."""
@@ -380,16 +308,15 @@ def write_file(path: Path, data: bytes):
     part.write_bytes(data)
     os.replace(part, path)
 
-
 # The stock engine parses its grammar and copies its whole state again and again: 25 ms a step in a small house, 80 in a
 # full one.  `patch_engine` puts the functions below in place of the package's; every output stays the same.
 STOCK_PDDL2SAS, STOCK_DERIVE = fast_downward.pddl2sas, textgen.ContextSensitiveGrammar.derive
 STOCK_INIT_STATE, STOCK_REPLAN = pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan
+STOCK_LOAD_LIB, spare_libraries = fast_downward.load_lib, []  # a copy for each environment; unloading one is a crash at exit
 parse_text = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
 parse_grammar = functools.lru_cache(maxsize=16)(pddl_logic._parse_and_convert)
 parse_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
 game_memo = functools.lru_cache(maxsize=64)(lambda domain, problem: {"commands": {}})  # shared by all who play the game
-
 
 def translate(domain: str, problem: str, optimize: bool) -> bytes:
     """fast-downward's translation (SAS) of a problem, kept on disk: it takes 30 ms in a small house, 300 in a full."""
@@ -399,8 +326,8 @@ def translate(domain: str, problem: str, optimize: bool) -> bytes:
         if sas := gzip.decompress(path.read_bytes()):
             return sas
     collecting = gc.isenabled()
+    gc.disable()  # garbage collection takes a quarter of the time
     try:
-        gc.disable()  # garbage collection takes a quarter of the time
         with mock.patch.object(sys, "argv"), mock.patch.object(sys, "stdout"):  # the translator puts its own there
             sas = STOCK_PDDL2SAS(domain, problem, optimize=optimize)[1].encode()
     finally:
@@ -410,14 +337,12 @@ def translate(domain: str, problem: str, optimize: bool) -> bytes:
         write_file(path, gzip.compress(sas, compresslevel=1, mtime=0))
     return sas
 
-
 def pddl2sas(domain: str, problem: str, verbose=False, optimize=False):
     """fast_downward.pddl2sas from the disk; the planner's own translation (optimize) is left to `replan`."""
     if optimize:
         return None, ""
     parsed = [lisp_parser.parse_nested_list(text.split("\n")) for text in (domain, problem)]
     return parsing_functions.parse_task(*parsed), translate(domain, problem, optimize=False).decode()
-
 
 def init_state(self, downward_lib, pddl_problem, logic):
     """PddlState.__init__, which works out the facts of a game once and copies them for each later state."""
@@ -433,12 +358,10 @@ def init_state(self, downward_lib, pddl_problem, logic):
     self._facts = defaultdict(set, {signature: set(facts) for signature, facts in self._facts.items()})
     self._vars_by_type = defaultdict(set, {kind: set(things) for kind, things in self._vars_by_type.items()})
 
-
 def replan(self, infos):
     """PddlState.replan, which hands the planner its own translation now that it is needed."""
     self.downward_lib.load_sas_replan(translate(self._logic.domain, self.pddl_problem, optimize=True))
     return STOCK_REPLAN(self, infos)
-
 
 def derive(self, start: str, context: dict) -> str:
     """ContextSensitiveGrammar.derive; a command (no "#") depends on names and static facts alone: once per game."""
@@ -450,7 +373,6 @@ def derive(self, start: str, context: dict) -> str:
         commands[key] = STOCK_DERIVE(self, start, context)
     return commands[key]
 
-
 def light_copy(value):
     """deepcopy for textgen's symbols, lists and dictionaries, which shares the things that they hold."""
     if isinstance(value, list):
@@ -459,7 +381,6 @@ def light_copy(value):
     if isinstance(value, textgen.ListSymbol):
         twin.symbol = copy.copy(value.symbol)  # its derive() writes into this one
     return twin
-
 
 def init_logic(self, domain, grammar):
     """GameLogic.__init__, which parses a grammar once for all games that differ in their task's sentence alone."""
@@ -473,7 +394,6 @@ def init_logic(self, domain, grammar):
         task = textgen._parse_and_convert(json.loads(start + sentence + end), rule_name="symbols")
         self.grammar._rules["task"] = [textgen.ProductionRule("task", task)]
 
-
 def patch_engine():
     """Replace the functions named here, in this process.  Raises InputError for versions that it was not made for."""
     for package, version in (("alfworld", "0.4.2"), ("textworld", "1.7.0")):
@@ -481,11 +401,13 @@ def patch_engine():
         if found != version:
             raise InputError(f"{package} {found} is installed, not {version}: pip install {package}=={version}")
     fast_downward.pddl2sas, Rule.parse_conjunctive_query = pddl2sas, parse_query
+    fast_downward.load_lib = lambda: spare_libraries.pop() if spare_libraries else STOCK_LOAD_LIB()
     pddl_logic.PddlState.__init__, pddl_logic.PddlState.replan = init_state, replan
     pddl_logic.GameLogic.__init__, textgen.ContextSensitiveGrammar.derive = init_logic, derive
     textgen.deepcopy, textgen._parse_and_convert = light_copy, lambda *args, **kw: light_copy(parse_text(*args, **kw))
     pddl_logic.PddlState.facts = property(lambda self: list(itertools.chain.from_iterable(self._facts.values())))
-
+    # The engine sorts these facts with slow comparisons, of which few are needed when they are in order already.
+    pddl_logic.PddlState.facts_with_signature = lambda self, of: sorted(self._facts.get(of, ()), key=lambda f: f.names)
 
 @functools.lru_cache(maxsize=16)
 def official_games(root: Path, task_types: tuple) -> list:
@@ -498,35 +420,32 @@ def official_games(root: Path, task_types: tuple) -> list:
                          "ALFWORLD_DATA name the folder that holds json_2.1.1")
     return games
 
-
 class AlfworldEnv(TextEnv):
     """Household tasks in text (arXiv 2010.03768), in the packages' own engine.  Reward 1 on success, else 0.
-
-    Args:
-        houses: "small" (6-8 receptacles), "full" (25-30, as in the official games) or "official" ($ALFWORLD_DATA).
-        split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
-        task_types: names out of ALFWORLD_TASKS; None for all six.  In generated houses task i has type i modulo these.
-        num_games: how many tasks; None for SPLITS[split], or for all the official games.
-        expert: who answers `expert_action`: "planner" (knows everything, shortest plan) or "handcoded" (explores).
+    houses: "small" (6-8 receptacles), "full" (25-30, as in the official games) or "official" ($ALFWORLD_DATA).
+    split: "train", "valid_seen" (other games in the floor plans of train) or "valid_unseen" (other floor plans).
+    task_types: names out of ALFWORLD_TASKS, a list or one str with commas, empty for all six.  In generated houses task i
+        has type i modulo these.
+    num_games: how many tasks; None for SPLITS[split], or for all the official games.
     """
-
-    def __init__(self, houses="small", split="train", task_types=None, max_steps=50, num_games=None, expert="planner"):
+    def __init__(self, houses: str = "small", split: str = "train", task_types: str = "", max_steps: int = 50,
+                 num_games: int = None):
+        task_types = task_types.split(",") if isinstance(task_types, str) and task_types else task_types
         task_types = tuple(task_types or ALFWORLD_TASKS)
-        for name, value, allowed in (("houses", houses, (*HOUSE_SIZES, "official")), ("split", split, SPLITS),
-                                     ("expert", expert, ("planner", "handcoded")),
-                                     *(("task_types", task_type, ALFWORLD_TASKS) for task_type in task_types)):
-            if value not in allowed:
-                raise InputError(f"{name}: unknown value '{value}', choose from {', '.join(allowed)}")
+        check_choice("houses", houses, (*HOUSE_SIZES, "official"))
+        check_choice("split", split, SPLITS)
+        for task_type in task_types:
+            check_choice("task_types", task_type, ALFWORLD_TASKS)
         if num_games is not None and num_games < 1:
             raise InputError(f"num_games is {num_games}, it must be at least 1")
         patch_engine()
-        self.houses, self.split, self.task_types, self.expert = houses, split, task_types, expert
-        self.max_steps, self.num_tasks, self._games = max_steps, num_games or SPLITS[split], None
+        self.houses, self.split, self.task_types, self.max_steps = houses, split, task_types, max_steps
+        self.num_tasks, self._games = num_games or SPLITS[split], None
         if houses == "official":
             data = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
             self._games = official_games(data / "json_2.1.1" / split, task_types)[:num_games]
             self.num_tasks = len(self._games)
-        self.engine = AlfredInfos(AlfredDemangler(PddlEnv(pddl_logic.textworld.EnvInfos(facts=expert == "handcoded"))))
+        self.engine = AlfredInfos(AlfredDemangler(PddlEnv(pddl_logic.textworld.EnvInfos())))
 
     def _prove(self, game: dict, core: str):
         """Commands of a shortest plan for `core`, which the engine calls a success in the whole house; else None."""
@@ -553,33 +472,23 @@ class AlfworldEnv(TextEnv):
             folder = cache_folder() / self.houses / self.split / (path or "none")
             if (folder / "game.tw-pddl").exists():
                 return folder
-            plan = path and self._prove(game, core)
-            if plan:
+            if path and (plan := self._prove(game, core)):
+                game = {**game, "solvable": True, "walkthrough": plan}
                 try:
                     write_file(folder / "traj_data.json", json.dumps(traj_data).encode())
-                    game = {**game, "solvable": True, "walkthrough": plan}
                     write_file(folder / "game.tw-pddl", json.dumps(game).encode())
                 except OSError as error:
                     raise InputError(f"cannot write {folder} ({error.strerror}): set TEXT_ENVS_CACHE to another folder")
                 return folder
         raise RuntimeError(f"no solvable {self.houses} house in 100 attempts: split {self.split}, game {index}")
 
-    def _reset(self, seed, options):
-        task = options.get("task")
-        task = int(self.np_random.integers(self.num_tasks)) if task is None else task
-        if not 0 <= task < self.num_tasks:
-            raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
+    def _reset(self, task, seed):
         folder = self._folder(task)
         self.engine.load(str(folder / "game.tw-pddl"))
         self.state, self._task_id = self.engine.reset(), "/".join(folder.parts[-2:])
         _, obs, goal = self.state["feedback"].split("\n\n")
         self._goal = goal.removeprefix("Your task is to: ")
         self._plan = None if self._games else self.engine.walkthrough  # the official ones are the hand-coded expert's
-        if self.expert == "handcoded":
-            self._agent, self._agent_rng = HandCodedTWAgent(max_steps=200), random.Random(f"{seed} {task}")
-            self._agent.reset(str(folder / "game.tw-pddl"))
-            self._agent.observe(self.state["feedback"])
-            self._plan = ["look"]  # as the package's AlfredExpert begins
         return obs, self._info(valid_action=True)
 
     def _step(self, action):
@@ -587,19 +496,7 @@ class AlfworldEnv(TextEnv):
         valid = command in self.state["admissible_commands"]
         self.state, reward, done = self.engine.step(command)
         self._plan = self._plan[1:] if self._plan and self._plan[0] == command else None
-        if self.expert == "handcoded":
-            self._follow(command)
         return self.state["feedback"], reward, done, self._info(valid)
-
-    def _follow(self, command: str):
-        """Let the package's agent see a step, with two faults mended: it knows "put X in/on Y", where the engine says
-        "move X to Y", and it draws from the global random generator."""
-        try:
-            with mock.patch.object(handcoded_expert, "random", self._agent_rng):
-                action = self._agent.act(self.state, 0, self.state["won"], re.sub("^move ", "put ", command))
-            self._plan = [action if action in self.state["admissible_commands"] else "look"]
-        except (HandCodedAgentFailed, HandCodedAgentTimeout):
-            self._plan = []
 
     def _info(self, valid_action: bool) -> dict:
         return {"goal": self._goal, "admissible_actions": list(self.state["admissible_commands"]),
@@ -607,58 +504,47 @@ class AlfworldEnv(TextEnv):
                 "valid_action": valid_action, "score": float(self.state["won"])}
 
     def expert_action(self):
-        """The expert's action in the current state, before the end; None once it has given up.  The planner knows the
-        way from the start; off it, it plans again: quick in small houses, seconds or more in full ones."""
-        if not self._plan and self.expert == "planner":
+        """The next action of a shortest plan, before the end.  The planner knows everything; off the plan it plans again,
+        which is quick in small houses and takes seconds or more in full ones."""
+        if not self._plan:
             self._plan = self.engine._pddl_state.replan(self.engine._entity_infos)
         return self._plan[0] if self._plan else None
 
+    def close(self):
+        """Leave the planner's library to the next environment; this one cannot be used afterwards."""
+        spare_libraries.extend([self.engine.downward_lib] if self.engine else [])
+        self.engine, self._ended = None, True
 
-ENVS["alfworld"] = AlfworldEnv
-
-
-# ---- BabyAI ----
-
+# ---- BabyAI -----------------------------------------------------------------------------------------------------------
 BABYAI_LEVELS = tuple(  # PriorZero's 18, by the paper's names
     "GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6 GoToLocalS8N7 GoToObjMazeS7 GoToImpUnlock GoToSeqS5R2 "
-    "GoToRedBlueBall GoToDoor GoToObjDoor PickupLoc PickupDistDebug PickupAbove ActionObjDoor FindObjS7 OneRoomS20 "
-    "SynthLoc".split())
+    "GoToRedBlueBall GoToDoor GoToObjDoor PickupLoc PickupDistDebug PickupAbove ActionObjDoor FindObjS7 "
+    "OneRoomS20 SynthLoc".split())
 BABYAI_LAYOUTS = {"train": (0, 100_000), "valid_unseen": (1_000_000, 1_000)}  # split -> (first seed, seeds per level)
 BABYAI_ACTION_CAP = 20
 LEFT, RIGHT, FORWARD, PICK_UP, DROP, TOGGLE, DONE = range(7)  # minigrid's primitive moves; DONE changes nothing
 TURNS = (1, 1j, -1, -1j)  # a cell is x + y j, y growing downwards, and a heading is one of these: times 1j turns right
 
-
 class BabyAIEnv(TextEnv):
     """BabyAI in words: the agent's 7x7 view as a sentence, high-level commands as actions (PriorZero, appendix).
-
-    Task i is level i % L (L = 1, or 18 for "all") on the layout of seed first_seed + i // L.  Each level has the train
-    seeds 0..99,999 and the valid_unseen seeds 1,000,000..1,000,999: no layout is in both.
-    Reward: 1 - 0.9 t / max_steps at success, t counted in commands, not in primitive moves; else 0.
-
-    Args:
-        level: one of BABYAI_LEVELS, or "all" for the multi-task mix.
-        memory: "none", or "map" (ours): what was seen earlier in the episode stays in the text and the commands.
-        fixed_layouts: one layout a level (seed 0) in both splits, as the authors' public code trains and tests.
+    Task i is level i % L (L = 1, or 18 for "all") on the layout of seed first_seed + i // L.  Train and valid_unseen have
+    other seeds (BABYAI_LAYOUTS).  Reward: 1 - 0.9 t / max_steps at success, t counted in commands, not in moves; else 0.
+    level: one of BABYAI_LEVELS, or "all" for the multi-task mix.
+    memory: "none", or "map" (ours): what was seen earlier in the episode stays in the text and the commands.
+    fixed_layouts: one layout a level (seed 0) in both splits, as the authors' public code trains and tests.
     """
-
-    def __init__(self, level="GoToRedBall", split="train", max_steps=20, memory="none", fixed_layouts=False):
+    def __init__(self, level: str = "GoToRedBall", split: str = "train", max_steps: int = 20, memory: str = "none",
+                 fixed_layouts: bool = False):
         import minigrid
-
-        for name, value, allowed in (("level", level, ("all", *BABYAI_LEVELS)), ("split", split, BABYAI_LAYOUTS),
-                                     ("memory", memory, ("none", "map"))):
-            if value not in allowed:
-                raise InputError(f"{name}: unknown value '{value}', choose from {', '.join(allowed)}")
+        check_choice("level", level, ("all", *BABYAI_LEVELS))
+        check_choice("split", split, BABYAI_LAYOUTS)
+        check_choice("memory", memory, ("none", "map"))
         gymnasium.register_envs(minigrid)
         self.levels, self.max_steps, self.memory = BABYAI_LEVELS if level == "all" else (level,), max_steps, memory
         self.first_seed, num_layouts = (0, 1) if fixed_layouts else BABYAI_LAYOUTS[split]
         self.num_tasks, self._worlds = num_layouts * len(self.levels), {}  # level -> its minigrid, built when needed
 
-    def _reset(self, seed, options):
-        task = options.get("task")
-        task = int(self.np_random.integers(self.num_tasks)) if task is None else task
-        if not 0 <= task < self.num_tasks:
-            raise InputError(f"there is no task {task}: this environment has tasks 0 to {self.num_tasks - 1}")
+    def _reset(self, task, seed):
         self._level, layout = self.levels[task % len(self.levels)], self.first_seed + task // len(self.levels)
         if self._level not in self._worlds:
             name = f"BabyAI-{self._level}-v{int(self._level == 'GoToObjS6')}"  # that level is registered as v1 only
@@ -730,7 +616,6 @@ class BabyAIEnv(TextEnv):
         """{command: its primitive moves}; beyond BABYAI_ACTION_CAP the farthest objects lose theirs."""
         def free(cell):
             return cell in self._known and (self._known[cell] is None or self._known[cell].can_overlap())
-
         carried, ahead = self._world.carrying, self._known[self._cell + self._heading]
         commands = {"turn left": [LEFT], "turn right": [RIGHT]}
         if free(self._cell + self._heading):
@@ -781,16 +666,22 @@ class BabyAIEnv(TextEnv):
 
     def expert_action(self):
         """The next command of a scripted expert that knows the mission and the whole grid; None where it has no way."""
-        verb, cells = self._expert_goal()
-        far, pose = self._distances(cells), (self._cell, self._heading)
-        if pose not in far:  # shut off by a locked door: first fetch a key of its colour
-            things = [thing for thing in self._world.grid.grid if thing is not None]
-            locked = {thing.color for thing in things if thing.type == "door" and thing.is_locked}
-            keys = [thing for thing in things if thing.type == "key" and thing.color in locked]
-            verb, cells = "pick up", [complex(*key.cur_pos) for key in keys]
-            far = self._distances(cells)
-        if verb == "pick up" and self._world.carrying:
-            return "drop" if "drop" in self._commands else "turn left"
+        (verb, cells), held, pose = self._expert_goal(), self._world.carrying, (self._cell, self._heading)
+        far = self._distances(cells, held)
+        if pose not in far:  # behind a locked door, so fetch a key first; or behind a thing, so take that away first
+            things, goal, verb = [thing for thing in self._world.grid.grid if thing is not None], cells, "pick up"
+            locked = [thing.color for thing in things if thing.type == "door" and thing.is_locked]
+            cells = [complex(*thing.cur_pos) for thing in things if thing.type == "key" and thing.color in locked]
+            far = self._distances(cells, held)
+            if pose not in far:
+                movable = [complex(*thing.cur_pos) for thing in things if thing.can_pickup()]
+                cells = [cell for cell in movable if pose in self._distances(goal, held, cleared=cell)]
+                far = self._distances(cells, held)
+        if verb == "pick up" and held:  # the hands must be empty; put it where it is not in the way
+            if "drop" in self._commands and pose in self._distances(cells, None, blocked=self._cell + self._heading):
+                return "drop"
+            if far.get(pose) == 0:
+                return "turn left" if self._grid_at(self._cell - 1j * self._heading) is None else "turn right"
         if verb in self._commands and far.get(pose) == 0:  # "drop" or "toggle", at the right place
             return verb
         for name, cell in self._objects.items():
@@ -804,10 +695,9 @@ class BabyAIEnv(TextEnv):
     def _expert_goal(self):
         """The first open part of the mission as (verb, cells): use the verb while facing one of the cells."""
         from minigrid.envs.babyai.core import verifier
-
         part = self._world.instrs
         while isinstance(part, verifier.SeqInstr):
-            if isinstance(part, verifier.AfterInstr):
+            if isinstance(part, verifier.AfterInstr):  # "a after b"
                 part = part.instr_a if part.b_done == "success" else part.instr_b
             else:
                 part = part.instr_b if part.a_done == "success" else part.instr_a
@@ -816,17 +706,20 @@ class BabyAIEnv(TextEnv):
         if isinstance(part, verifier.PutNextInstr):
             if any(self._world.carrying is thing for thing in part.desc_move.obj_set):
                 near = [complex(*cell) + turn for cell in part.desc_fixed.obj_poss for turn in TURNS]
-                return "drop", [cell for cell in near if self._world.grid.get(int(cell.real), int(cell.imag)) is None]
+                return "drop", [cell for cell in near if self._grid_at(cell) is None]
             return "pick up", [complex(*thing.cur_pos) for thing in part.desc_move.obj_set]
         verb = "pick up" if isinstance(part, verifier.PickupInstr) else "toggle"
         return verb, [complex(*thing.cur_pos) for thing in part.desc.obj_set if thing.type != "wall"]  # walls are grey
 
-    def _distances(self, targets):
-        """{pose: primitive moves from there to facing a target cell}, as far out as the agent's own pose."""
-        def free(cell):
-            thing = self._world.grid.get(int(cell.real), int(cell.imag))
-            return thing is None or thing.can_overlap() or can_toggle(thing, self._world.carrying)
+    def _grid_at(self, cell):
+        return self._world.grid.get(int(cell.real), int(cell.imag))
 
+    def _distances(self, targets, held, cleared=None, blocked=None):
+        """{pose: primitive moves from there to facing a target cell}, as far out as the agent's own pose.  `held` opens its
+        doors; the cells `cleared` and `blocked` count as free and as occupied."""
+        def free(cell):
+            thing = self._grid_at(cell)
+            return cell == cleared or cell != blocked and (thing is None or thing.can_overlap() or can_toggle(thing, held))
         # The way from (a, h) to (b, g) is as long as the way from (b, -g) to (a, -h).
         starts = [(cell - turn, -turn) for cell in targets for turn in TURNS if free(cell - turn)]
         paths = pose_paths(starts, free, until=(self._cell, -self._heading))
@@ -838,7 +731,6 @@ class BabyAIEnv(TextEnv):
             cell += heading * (move == FORWARD)
             heading *= {LEFT: -1j, RIGHT: 1j}.get(move, 1)
         return cell, heading
-
 
 def pose_paths(starts, free, until=None):
     """Breadth-first search over poses (cell, heading): {pose: primitive moves from the nearest start}."""
@@ -852,13 +744,10 @@ def pose_paths(starts, free, until=None):
                 queue.append(after)
     return paths
 
-
 def can_toggle(thing, carried):
     """Whether toggling is of use: on a door that is not locked, or whose key is in hand (a toggled box is lost)."""
-    if thing is None or thing.type != "door":
-        return False
-    return not thing.is_locked or carried is not None and (carried.type, carried.color) == ("key", thing.color)
-
+    is_door = thing is not None and thing.type == "door"
+    return is_door and (not thing.is_locked or carried is not None and (carried.type, carried.color) == ("key", thing.color))
 
 def steps_text(steps):
     """Steps ahead (real) and to the right (imaginary) in words: 3-2j is "3 steps in front and 2 to the left"."""
@@ -866,12 +755,7 @@ def steps_text(steps):
     first, *more = [f"{abs(number):.0f} {plus if number > 0 else minus}" for number, plus, minus in ways if number]
     return " and ".join([first.replace(" ", " step " if first.startswith("1 ") else " steps ", 1), *more])
 
-
-ENVS["babyai"] = BabyAIEnv
-
-
-# ---- Jericho ----
-
+# ---- Jericho ----------------------------------------------------------------------------------------------------------
 JERICHO_GAMES = {  # game -> (action cap, max steps) of PriorZero's appendix; "other" is ours, for any further game
     "detective": (12, 100), "omniquest": (25, 100), "acorncourt": (45, 50), "zork1": (55, 500), "other": (50, 100)}
 NOT_OBJECTS = set(  # nouns to a game's parser, but ways to go and pronouns to us
@@ -881,29 +765,21 @@ OUT_OF_GAME = re.compile(  # commands that end the game or write files; a parser
     r"(^|[.,;]|\bthen\b)\W*(q\b|quit|restar|restor|save|undo|(un|no|tran)?script|record|replay)")
 STILL_DICE = (1, 0, 0)  # random state in which commands are tried out: what is valid must not hang on the next throw
 
-
 class JerichoEnv(TextEnv):
     """Text adventures in Jericho's emulator.  The story files are not ours to ship.
-
     Reward: the change of the game's score, an integer, maybe negative; game_score = score + the score at the start.
     The episode terminates with the game, won or lost.  Any text may be sent, admissible or not, but for OUT_OF_GAME.
     `info` adds game_score and actions_cut, the number of valid actions that the cap cut.
-
-    Args:
-        game: name of the story file, without its ending.
-        rom_dir: folder of the story files; None for the environment variable JERICHO_ROMS.
-        max_steps, action_cap: None for JERICHO_GAMES.
-        list_actions: end the observation with the valid actions (for a world model, which sees nothing else).
-        location, inventory: add the answers to "look" and "inventory" to the observation; they take no turn.
-        cache_file: valid actions once found are kept here as well; processes may share it.
+    game, rom_dir: name of the story file without its ending, and its folder (None: the environment variable JERICHO_ROMS).
+    max_steps, action_cap: None for JERICHO_GAMES.  cache_file: valid actions are kept here as well; processes may share it.
+    list_actions: end the observation with the valid actions (for a world model, which sees nothing else).
+    location, inventory: add the answers to "look" and "inventory" to the observation; they take no turn.
     """
-
     _caches = {}  # (story, cache file) -> {world-state hash: valid actions}, common to the environments of a process
 
-    def __init__(self, game="detective", rom_dir=None, max_steps=None, action_cap=None, list_actions=False,
-                 location=False, inventory=False, cache_file=None):
+    def __init__(self, game: str = "detective", rom_dir: str = None, max_steps: int = None, action_cap: int = None,
+                 list_actions: bool = False, location: bool = False, inventory: bool = False, cache_file: str = None):
         import jericho
-
         folder = rom_dir or os.environ.get("JERICHO_ROMS", ".")
         stories = [story for version in range(1, 9) if os.path.exists(story := f"{folder}/{game}.z{version}")]
         if not stories:
@@ -927,7 +803,6 @@ class JerichoEnv(TextEnv):
     def _read_grammar(self):
         """What the game's parser knows: words for objects, templates of commands with 0, 1 and 2 of them."""
         from jericho.util import verb_usage_count  # not jericho.util.verb_usage_count: that may be ctypes.util
-
         words = self._frotz.get_dictionary()  # reads the file at every call
         self._word_len = max(len(word.word) for word in words)  # the letters of a word that the parser looks at
         self._object_words = {word.word for word in words if (word.is_noun or word.is_adj) and not word.is_dir}
@@ -938,9 +813,7 @@ class JerichoEnv(TextEnv):
         # A try takes 0.02 ms in Infocom's own early games (words of 6 letters), 0.2 to 0.4 ms in those of Inform.
         self._max_tries, self._verb_count = 20_000 if self._word_len <= 6 else 3_000, verb_usage_count
 
-    def _reset(self, seed, options):
-        if options.get("task") not in (None, 0):
-            raise InputError(f"there is no task {options['task']}: a game is task 0")
+    def _reset(self, task, seed):
         # None is the seed of Jericho's walkthrough; so would 0 be, to Jericho: here 0 is a seed of its own.
         self._frotz.seed(None if seed is None else seed % (2**31 - 1) or 2**31 - 1)
         text, _ = self._frotz.reset()
@@ -955,17 +828,15 @@ class JerichoEnv(TextEnv):
         text, reward, terminated = "That is not possible here.", 0, False
         if not OUT_OF_GAME.search(command):
             text, reward, terminated, _ = self._frotz.step(command)
-        self._score += reward
-        self._won = self._frotz.victory()
+        self._score, self._won = self._score + reward, self._frotz.victory()
         obs, info = self._observe(text, terminated, valid_action)
         return obs, reward, terminated, info
 
     def _observe(self, text, terminated, valid_action):
         """(observation, info) after the game's answer `text`."""
         self._actions, cut = ([], 0) if terminated else self._valid_actions()
-        if not terminated:
-            text = "\n".join([text, *(self._try(self._frotz.get_state(), command) for command in self.extras)])
-        lines = (" ".join(line.split()) for line in text.splitlines())
+        extras = [self._try(self._frotz.get_state(), command) for command in self.extras if not terminated]
+        lines = (" ".join(line.split()) for line in "\n".join([text, *extras]).splitlines())
         obs = "\n".join(line for line in lines if line and line[0] != ">")  # ">": a prompt, maybe with the status line
         if self.list_actions:
             obs += f"\nValid actions: {', '.join(self._actions)}"
@@ -1014,15 +885,11 @@ class JerichoEnv(TextEnv):
         return sorted(found[:self.action_cap]), max(0, len(found) - self.action_cap)
 
     def _find_actions(self, state):
-        """Commands that change the world, one for each change, short and usual ones first (the cap cuts the end).
-
-        As Jericho's get_valid_actions but for the candidates: the game's own dictionary, not spaCy, says which words
-        are objects, and two objects are tried together only if the one to be used (the second after "with", else the
-        first) is carried or can be taken.
-        """
+        """Commands that change the world, one for each change, short and usual ones first (the cap cuts the end).  As in
+        Jericho itself, but the game's own dictionary, not spaCy, says what an object is, and two are tried together only if
+        the one to be used (the second after "with", else the first) is or can be carried."""
         def rank(command):
             return command.count(" "), " all" in command, -self._verb_count(command), command
-
         names, carried = self._objects(state)
         bare, single, double = self._templates
         self._frotz.set_state(state)
@@ -1045,7 +912,6 @@ class JerichoEnv(TextEnv):
     def _objects(self, state):
         """(one name for each object in reach, those of them that are carried); names with one description are one."""
         from jericho.util import get_subtree, recognized
-
         room = self._frotz.get_player_location()
         things = get_subtree(room.child, self._frotz.get_world_objects()) if room is not None else []
         tree = [self._nouns(thing.name) for thing in things if thing.num != self._frotz.player_obj_num]
@@ -1063,12 +929,9 @@ class JerichoEnv(TextEnv):
         words = re.findall(r"[a-z0-9'-]+", text.lower())
         return [word for word in words if word[:self._word_len] in self._object_words]
 
+ENVS = {"alfworld": AlfworldEnv, "babyai": BabyAIEnv, "jericho": JerichoEnv}
 
-ENVS["jericho"] = JerichoEnv
-
-
-# ---- Play in the terminal ----
-
+# ---- Play in the terminal ---------------------------------------------------------------------------------------------
 def play(env, choose, seed, task):
     """Print one episode; `choose(info)` gives the next action, or None to stop. Returns the sum of rewards."""
     obs, info = env.reset(seed=seed, options={"task": task})
@@ -1079,10 +942,8 @@ def play(env, choose, seed, task):
         over = terminated or truncated
         print(f"\n> {action}{'' if info['valid_action'] else '   (not in the list)'}\n{obs}")
         print(f"[reward {reward:g}]\n" if reward else "", end="")
-    outcome = "won" if info["won"] else "not won"
-    print(f"[{outcome}: {info['score']:g} of {env.max_return:g} in {env.num_steps} actions]\n")
+    print(f"[{'won' if info['won'] else 'not won'}: {info['score']:g} of {env.max_return:g} in {env.num_steps} actions]\n")
     return info["score"]
-
 
 def ask(info):
     """Let the user choose: a number of the list, or any text; nothing, or the end of the input, stops."""
@@ -1090,43 +951,45 @@ def ask(info):
     print("   ".join(f"{number} {action}" for number, action in enumerate(actions)))
     try:
         answer = input("action: ").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return None
     return actions[int(answer)] if answer.isdigit() and int(answer) < len(actions) else answer or None
 
-
-def main(arguments=None):
+def run(argv):
     """Play, or print transcripts: python envs.py --env babyai --level GoToRedBall [--random N | --expert N]."""
-    choice = argparse.ArgumentParser(add_help=False)
-    choice.add_argument("--env", choices=sorted(ENVS), default="babyai")
-    environment = ENVS[choice.parse_known_args(arguments)[0].env]
-    parser = argparse.ArgumentParser(description=main.__doc__, parents=[choice])
-    for flag, meaning in (("task", "which task (default: drawn by the seed, or the first ones)"), ("seed", ""),
+    parser = argparse.ArgumentParser(prog="envs.py", description=run.__doc__, add_help=False, allow_abbrev=False)
+    parser.error = lambda message: (_ for _ in ()).throw(InputError(message))
+    parser.add_argument("--env", default="babyai", help=f"one of {', '.join(ENVS)}")
+    name = parser.parse_known_args(argv)[0].env
+    check_choice("--env", name, ENVS)
+    parser.add_argument("--help", action="help")
+    for flag, meaning in (("task", "which task (default: drawn by the seed, or the first ones)"), ("seed", "of the episode"),
                           ("random", "print so many episodes of random admissible actions"),
                           ("expert", "print so many episodes of the environment's expert")):
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=meaning)
-    own = inspect.signature(environment).parameters  # its keyword arguments become flags
-    for name, parameter in own.items():
-        kind = ({"action": "store_true"} if parameter.default is False
-                else {"default": parameter.default, "type": lambda text: int(text) if text.isdigit() else text})
-        parser.add_argument(f"--{name}", **kind)
-    flags = vars(parser.parse_args(arguments))
-    rng, seed, task = random.Random(flags["seed"]), flags["seed"], flags["task"]
+    own = inspect.signature(ENVS[name]).parameters  # the options of the environment become flags
+    for option, parameter in own.items():
+        kind = {"action": argparse.BooleanOptionalAction} if parameter.annotation is bool else {"type": parameter.annotation}
+        parser.add_argument(f"--{option}", default=parameter.default, **kind)
+    flags = vars(parser.parse_args(argv))
+    seed, task, env = flags["seed"], flags["task"], make_env(name, **{option: flags[option] for option in own})
+    rng = random.Random(seed)
+    if not flags["random"] and not flags["expert"]:
+        play(env, ask, seed, task)
+    for agent, choose in (("random", lambda info: rng.choice(info["admissible_actions"])),
+                          ("expert", lambda info: env.expert_action())):
+        returns = [play(env, choose, seed, i % env.num_tasks if task is None else task) for i in range(flags[agent] or 0)]
+        if returns:
+            print(f"{agent}: mean sum of rewards {sum(returns) / len(returns):g} in {len(returns)} episodes")
+    env.close()
+
+def main(argv=None):
     try:
-        env = environment(**{name: flags[name] for name in own})
-        if not flags["random"] and not flags["expert"]:
-            play(env, ask, seed, task)
-        for name, choose in (("random", lambda info: rng.choice(info["admissible_actions"])),
-                             ("expert", lambda info: env.expert_action())):
-            returns = [play(env, choose, seed, ((task or 0) + i) % env.num_tasks) for i in range(flags[name] or 0)]
-            if returns:
-                print(f"{name}: mean sum of rewards {sum(returns) / len(returns):g} in {len(returns)} episodes")
+        run(argv)
     except InputError as error:
         print(f"envs.py: {error}", file=sys.stderr)
         return 2
-    env.close()
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())

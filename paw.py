@@ -15,9 +15,8 @@ loss on the NEXT observation o_{t+1}, appended behind the action that is trained
 
 On 2 CPU cores, no GPU, no network (the shipped tiny LM in offline ALFWorld houses; time and result: README):
     python paw.py --env alfworld
-On one GPU with the paper's settings:
-    python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --groups 16 --group_size 8 --max_steps 50 --lr 1e-6 \
-        --updates 150 --max_response_len 512 --token_budget 32768 --gradient_checkpointing
+On one GPU with the paper's settings (`--help` names them; the whole command is in README.md):
+    python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --adv_norm std --groups 16 --group_size 8 ...
 """
 
 import argparse, dataclasses, difflib, json, math, os, random, re, signal, sys, time
@@ -73,14 +72,15 @@ class Config:
     max_response_len: int = flag(16, "response tokens (PaW: 512; the tiny LM needs 6)", low=1)
     max_obs_len: int = flag(512, "observation tokens that the world-model loss sees", low=1)
     algo: str = flag("grpo", "advantage estimator", ("grpo", "gigpo"))
+    adv_norm: str = flag("mean", "advantages: std = (R - mean) / std (PaW), mean = (R - mean) / (R_max / 2) (ours)", ("mean", "std"))
     wm: str = flag("cmae", "world-model loss: cmae (eq. 8), ce (eq. 5), none (the base algorithm)", ("cmae", "ce", "none"))
     alpha: float = flag(0.75, "fraction of transitions in the world-model loss (PaW: 0.75)", low=1e-9, high=1)
     rho: float = flag(0.2, "observation tokens above this probability are masked (PaW: 0.2)", low=1e-9, high=1)
     adaptive_lambda: bool = flag(True, "weigh the world-model loss by eq. 10; off: weight 1 (PaW's ablation)")
     entropy: str = flag("sampled", "selection entropy: sampled (PaW 3.1) or full (over the vocabulary; ours)", ("sampled", "full"))
     updates: int = flag(40, "policy updates", low=0)
-    groups: int = flag(4, "groups (tasks) per update (PaW: 16)", low=1)
-    group_size: int = flag(16, "episodes per group (PaW: 8)", low=2)
+    groups: int = flag(8, "groups (tasks) per update (PaW: 16)", low=1)
+    group_size: int = flag(8, "episodes per group (PaW: 8)", low=2)
     max_steps: int = flag(20, "actions per episode (PaW: 50)", low=1)
     temperature: float = flag(1.0, "sampling temperature of rollouts (PaW: 1.0)", low=1e-9)
     eval_temperature: float = flag(0.4, "sampling temperature of evaluation; 0 = greedy (PaW: 0.4)", low=0)
@@ -182,25 +182,26 @@ def world_model_weight(returns, r_max):
     # DEVIATION: clamped to [0, 1]; with the penalty for invalid actions a mean return can be negative.
     return (1 - returns.mean() / r_max).clamp(0, 1)
 
-def group_normalize(x, group_ids):
-    """(x - mean) / (std + 1e-6) inside each group (unbiased std), 0 where its values are all equal: x [N], ids [N] -> [N]."""
+def group_normalize(x, group_ids, scale=None):
+    """(x - mean) / (std + 1e-6) in each group (unbiased std), or (x - mean) / scale; exactly 0 where all its values are equal.
+    Args: x [N]; group_ids [N].  Returns [N]."""
     out = torch.zeros_like(x)
     for g in group_ids.unique():
         rows = group_ids == g
         values = x[rows]
         if (values != values[0]).any():  # std of equal fp32 numbers can be 1e-8 instead of 0
-            out[rows] = (values - values.mean()) / (values.std() + 1e-6)
+            out[rows] = (values - values.mean()) / (scale or values.std() + 1e-6)
     return out
 
-def group_advantages(returns, group_ids):
+def group_advantages(returns, group_ids, scale=None):
     """GRPO's advantage (A of PaW eq. 1) of each episode in its group: returns [N], group_ids [N] -> [N].
-    Raises ValueError for a group of one.
+    With a scale: Dr. GRPO's, not divided by std (Liu et al. 2025, 2503.20783).  Raises ValueError for a group of one.
     >>> group_advantages(torch.tensor([10., 0, 0, 0]), torch.zeros(4, dtype=torch.long))
     tensor([ 1.5000, -0.5000, -0.5000, -0.5000])
     """
     if group_ids.unique(return_counts=True)[1].min() < 2:
         raise ValueError("a group needs at least 2 episodes: a single one has no advantage")
-    return group_normalize(returns, group_ids)
+    return group_normalize(returns, group_ids, scale)
 
 def discounted_returns(rewards, gamma):
     """R_t = sum_{k >= t} gamma^(k-t) r_k of one episode: rewards [T] -> [T]."""
@@ -210,12 +211,13 @@ def discounted_returns(rewards, gamma):
         out[t] = total
     return out
 
-def gigpo_advantages(returns, group_ids, step_returns, episode_ids, anchor_ids, omega=1.0):
+def gigpo_advantages(returns, group_ids, step_returns, episode_ids, anchor_ids, omega=1.0, scale=None):
     """GiGPO's advantage of each step: the episode's, plus omega times the step's among equal states of its group.
     Args: returns, group_ids [E] of the episodes; step_returns [N], discounted; episode_ids [N], rows of `returns`;
     anchor_ids [N], equal for the same group and observation text.  Returns [N].  Source: Feng et al. 2025 (2505.10978).
     """
-    return group_advantages(returns, group_ids)[episode_ids] + omega * group_normalize(step_returns, anchor_ids)
+    episode_advantages = group_advantages(returns, group_ids, scale)
+    return episode_advantages[episode_ids] + omega * group_normalize(step_returns, anchor_ids, scale)
 
 def policy_loss(logp, old_logp, advantage, action_mask, clip_low, clip_high):
     """PPO's clipped surrogate, mean over all response tokens of the batch.  Source: PaW eq. 1 with GRPO's clip.
@@ -273,7 +275,6 @@ def encode_prompt(policy, cfg, goal, obs, admissible, history):
             break
     return ids[-cfg.max_prompt_len:]
 
-
 INVALID_ACTION = "(invalid action)"  # what environment and history get for an invalid response: nothing happens
 RESPONSE = re.compile(r"\s*<think>((?:(?!</?think>|</?action>).)*)</think>\s*<action>([^<>]*)</action>", re.I | re.S)
 
@@ -330,8 +331,6 @@ def make_policy(model, tokenizer, cfg):
     if tokenizer.pad_token_id is None:  # any existing id will do: every mask here comes from lengths, never from ids
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         print(f"the tokenizer has no pad token: padding with {tokenizer.pad_token!r}")
-    if not tokenizer.chat_template and cfg.model != "tiny":
-        print("the tokenizer has no chat template: prompts are plain text, the response follows directly")
     for module in model.modules():  # no dropout: rollout and update must see the same function (first ratio exactly 1)
         for name in [n for n in vars(module) if n.endswith("dropout") or (n == "p" and isinstance(module, nn.Dropout))]:
             setattr(module, name, 0.0)
@@ -403,7 +402,7 @@ def positions_of(mask):
 
 def next_log_probs(logits, temperature, allowed):
     """fp32 log-probabilities [B, V] of what is sampled from; `allowed`: the token ids allowed in each row, or None for all."""
-    logits = logits.float() / (temperature or 1.0)
+    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
     if allowed is not None:
         pairs = torch.tensor([(b, i) for b, ids in enumerate(allowed) for i in ids], device=logits.device)
         outside = torch.ones_like(logits, dtype=torch.bool)
@@ -426,8 +425,7 @@ def generate(policy, prompts, max_len, temperature, generator, admissible=None):
         with policy.autocast():
             out = policy.model.base_model(input_ids=step_ids, attention_mask=mask, use_cache=True, cache=cache,
                                           position_ids=positions_of(mask)[:, -step_ids.shape[1]:])
-            logits = head(out.last_hidden_state[:, -1])  # [B, V]
-        cache = out.cache
+            logits, cache = head(out.last_hidden_state[:, -1]), out.cache  # [B, V]
         prefixes = torch.stack(tokens, 1).tolist() if tries and tokens else [[]] * len(prompts)
         allowed_ids.append(tries and [allowed_tokens(t, p) for t, p in zip(tries, prefixes)])
         log_probs = next_log_probs(logits, temperature, allowed_ids[-1])
@@ -529,39 +527,44 @@ def make_batch(transitions, with_obs, device, temperature=1.0):
                  pad([t.response.logps for t in transitions], torch.float32, device, "right"), temperature,
                  [t.response.allowed for t in transitions] if transitions[0].response.allowed else None)
 
-def response_logps(model, batch):
+def response_logps(model, batch, rho=None):
     """Log-probabilities of response [B, S] and observation [B, O] tokens from one forward pass, 0 where masked.
-    The response's are at the batch's temperature and constraint.  The LM head is applied at scored positions only.
+    The response's are at the batch's temperature and constraint.  The LM head is applied at scored positions only.  With rho,
+    observation tokens above that probability get no gradient: eq. 7 drops them, so the head's backward pass is spared.
     """
     hidden = model.base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False,
                               position_ids=positions_of(batch.attention_mask)).last_hidden_state  # [B, T, D]
-    head = model.get_output_embeddings()
-    allowed = batch.allowed and [a for row in batch.allowed for a in row]
+    head, allowed = model.get_output_embeddings(), batch.allowed and [a for row in batch.allowed for a in row]
     # The logit at position t predicts token t + 1.
     action = scored_logp(head, hidden, batch.ids, batch.prompt_len - 1, batch.action_mask, batch.temperature, allowed)
-    obs = scored_logp(head, hidden, batch.ids, batch.prompt_len + batch.response_len - 1, batch.obs_mask, 1.0, None)
+    obs = scored_logp(head, hidden, batch.ids, batch.prompt_len + batch.response_len - 1, batch.obs_mask, 1.0, None, rho)
     return action, obs
 
-def scored_logp(head, hidden, ids, first, mask, temperature, allowed):
+def scored_logp(head, hidden, ids, first, mask, temperature, allowed, rho=None):
     """fp32 log-probabilities [B, S] of the tokens after positions first [B], first + 1, ...; 0 where mask [B, S] is 0."""
     rows, offsets = mask.nonzero(as_tuple=True)
-    positions = first[rows] + offsets
-    log_probs = next_log_probs(head(hidden[rows, positions]), temperature, allowed)  # [scored tokens, V]
-    logp = log_probs.gather(1, ids[rows, positions + 1][:, None])[:, 0]
+    h, targets = hidden[rows, first[rows] + offsets], ids[rows, first[rows] + offsets + 1]  # [scored tokens, D], [scored tokens]
+    score = lambda h, targets: next_log_probs(head(h), temperature, allowed).gather(1, targets[:, None])[:, 0]
+    with torch.set_grad_enabled(rho is None and torch.is_grad_enabled()):
+        logp = score(h, targets)
+    if rho is not None:
+        kept = uncertain_mask(logp, rho)
+        logp = logp.masked_scatter(kept, score(h[kept], targets[kept]))
     return torch.zeros(mask.shape, dtype=logp.dtype, device=logp.device).index_put((rows, offsets), logp)
 
 def compute_advantages(transitions, episodes, cfg):
     """Advantage of every transition [N] by --algo."""
     returns, groups = torch.tensor([e.ret for e in episodes]), torch.tensor([e.group for e in episodes])
     episode_ids = torch.tensor([t.episode for t in transitions])
+    scale = cfg.reward_success / 2 if cfg.adv_norm == "mean" else None  # = the std where every second episode succeeds
     if cfg.algo == "grpo":
-        return group_advantages(returns, groups)[episode_ids]
+        return group_advantages(returns, groups, scale)[episode_ids]
     rewards, anchors, step_returns = torch.tensor([t.reward for t in transitions]), {}, torch.zeros(len(transitions))
     for episode in range(len(episodes)):
         steps = episode_ids == episode  # in the order of play
         step_returns[steps] = discounted_returns(rewards[steps], cfg.gigpo_gamma)
     anchor_ids = torch.tensor([anchors.setdefault((t.group, t.state), len(anchors)) for t in transitions])
-    return gigpo_advantages(returns, groups, step_returns, episode_ids, anchor_ids, cfg.gigpo_omega)
+    return gigpo_advantages(returns, groups, step_returns, episode_ids, anchor_ids, cfg.gigpo_omega, scale)
 
 def world_model_weights(transitions, episodes, cfg):
     """PaW's share of an update: (weight of each transition's world-model loss [N], lambda of each group)."""
@@ -611,7 +614,7 @@ def loss_of(policy, batch, ref_logp, advantage, wm_weight, shares, cfg):
     """
     tokens_per_step, num_steps = shares
     with policy.autocast():
-        logp, obs_logp = response_logps(policy.model, batch)
+        logp, obs_logp = response_logps(policy.model, batch, cfg.rho if cfg.wm == "cmae" else None)
     num_tokens, mask = batch.action_mask.sum(), batch.action_mask.bool()
     pg = policy_loss(logp, batch.old_logp, advantage, mask, cfg.clip_low, cfg.clip_high)
     wm = cross_entropy_wm(obs_logp, batch.obs_mask) if cfg.wm == "ce" else clipped_mae(obs_logp, batch.obs_mask, cfg.rho)
@@ -677,7 +680,7 @@ def update_metrics(transitions, episodes, lambdas, num_selected, sums, first_dev
         "frac_zero_std": mean(len(r) == 1 for r in returns), "truncated_frac": mean(t.response.truncated for t in transitions),
         "grad_norm": float(torch.stack(grad_norms).mean()) if grad_norms else 0.0, "train_tokens": int(all_tokens),
         "first_ratio_deviation": float(first_deviation) if grad_norms else 0.0, "transitions": len(transitions),
-        "version": transitions[0].version}
+        "version": transitions[0].version, "frac_unsolved": 1 - len({e.group for e in episodes if e.won}) / len(lambdas)}
 
 # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 def evaluate(policy, pool, cfg):
@@ -734,9 +737,8 @@ def load_weights(policy, weights, path):
     own = trainable(policy.model)
     if {n: p.shape for n, p in own.items()} != {n: w.shape for n, w in weights.items()}:
         raise InputError(f"{path}: its weights have another shape than this model; give the --model and --lora_rank it was made with")
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(weights[name])
+    for name, p in own.items():
+        p.data.copy_(weights[name])
 
 def open_run_dir(cfg, resume):
     """Create the run's folder; raises InputError where it cannot be written or already holds a run."""
@@ -791,9 +793,8 @@ def transcript(episode):
 # ---- The run ------------------------------------------------------------------------------------------------------------
 def seed_everything(seed, device):
     """Seed python, numpy and torch, and return the named generators of the run."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
     return {"sampling": torch.Generator(device).manual_seed(seed), "mini_batches": torch.Generator().manual_seed(seed + 1)}
 
 def draw_tasks(update, cfg, num_tasks):
@@ -828,8 +829,7 @@ def train(cfg, state=None):
         interrupted = []  # Ctrl-C ends the run after the update in progress; a second Ctrl-C ends it at once
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
         for update in log.bar:
-            seconds = defaultdict(float)
-            tasks = draw_tasks(update, cfg, pool.num_tasks)
+            seconds, tasks = defaultdict(float), draw_tasks(update, cfg, pool.num_tasks)
             transitions, episodes = rollout(policy, pool, tasks, cfg.group_size, cfg, cfg.temperature, generators["sampling"], seconds)
             clock = time.perf_counter()
             metrics = update_policy(policy, reference, optimizer, transitions, episodes, cfg, generators["mini_batches"])

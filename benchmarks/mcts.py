@@ -284,6 +284,17 @@ def table(results):
     return "\n".join(lines)
 
 
+def summary(results):
+    """What the table shows, with the wall time and the number of searches: {case: {library: {...}}}."""
+    short = {case: {name: dict(result) for name, result in libraries.items()} for case, libraries in results.items()}
+    for result in (result for libraries in short.values() for result in libraries.values()):
+        result["searches"] = len(result["cpu_ms"])
+        for name in ("cpu_ms", "wall_ms"):
+            times = result.pop(name)
+            result[name] = f"min {min(times):.2f}, median {statistics.median(times):.2f}"
+    return short
+
+
 def write(results, folder, arguments):
     packages = "import importlib.metadata as m; print(*(f'{p} {m.version(p)}' for p in %r), sep=', ')"
     versions = []
@@ -306,7 +317,8 @@ def write(results, folder, arguments):
         "versions": versions,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mcts.json").write_text(json.dumps(facts | {"cases": results}, indent=1) + "\n")
+    cases = ",\n".join(f"  {json.dumps(case)}: {json.dumps(result)}" for case, result in summary(results).items())  # a line each
+    (folder / "mcts.json").write_text(json.dumps(facts, indent=1)[:-2] + f',\n "cases": {{\n{cases}\n }}\n}}\n')
     text = f"""CPU milliseconds of one search on one core, minimum (median): 50 simulations, A = 20 unless said otherwise.
 
 {table(results)}
@@ -330,7 +342,7 @@ def profile():
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as prof:
             search()
         num_operations = sum(event.cpu_parent is None for event in prof.events())
-        plain, seconds, functions = {}, {}, ("_ask", "_backup", "_children", "_choose", "_add", "_plant", "_result")
+        plain, seconds, functions = {}, {}, ("_ask", "_backup", "_children", "_choose", "_add", "_tables", "_result")
         for name in (*functions, "normalize_q", "puct_scores"):
             plain[name] = getattr(mcts, name)
             setattr(mcts, name, timed(plain[name], seconds.setdefault(name, [])))

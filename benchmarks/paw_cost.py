@@ -54,7 +54,7 @@ CPU_ATTENTION = {  # torch counts attention on GPUs only; as there, causal atten
 
 # ---- The arms ------------------------------------------------------------------------------------------------------------
 
-def two_passes(model, batch):
+def two_passes(model, batch, rho=None):
     """paw.response_logps with a forward pass of its own for the observations: same numbers, more work."""
     lens = batch.prompt_len + batch.response_len
     bare = (torch.arange(int(lens.max()), device=lens.device) < lens[:, None]).long()  # [B, P + S], 1 = prompt or response
@@ -64,14 +64,14 @@ def two_passes(model, batch):
     if not len(rows):
         return action, torch.zeros_like(batch.obs_mask, dtype=action.dtype)
     part = paw.Batch(*(x[rows] for x in batch[:7]))._replace(action_mask=batch.action_mask[rows, :0])
-    return action, torch.zeros_like(batch.obs_mask, dtype=action.dtype).index_copy(0, rows, ONE_PASS(model, part)[1])
+    return action, torch.zeros_like(batch.obs_mask, dtype=action.dtype).index_copy(0, rows, ONE_PASS(model, part, rho)[1])
 
 
 def run_update(arm, policy, start, transitions, episodes, cfg, optimizer_class):
     """One update of an arm from the weights `start`; returns its metrics and its CPU and wall seconds."""
     cfg = dataclasses.replace(cfg, wm="none" if arm == "none" else "cmae")
     paw.load_weights(policy, start, "start")
-    reference = paw.Reference(policy.model)
+    reference = paw.Reference(policy.model) if cfg.kl_coef else None
     optimizer = optimizer_class(paw.trainable(policy.model).values(), lr=cfg.lr)
     paw.response_logps = two_passes if arm == "naive" else ONE_PASS
     cpu, wall = time.process_time(), time.perf_counter()

@@ -166,6 +166,18 @@ def test_step_outside_an_episode_raises():
         env.step("look")
 
 
+@pytest.mark.parametrize("options, wrong, message", [
+    ({"num_games": 5}, {"task": 5}, "tasks 0 to 4"), ({"max_steps": 0}, {"task": 0}, "max_steps is 0")])
+def test_after_a_reset_that_fails_no_episode_runs(options, wrong, message):
+    env = make_env("alfworld", **options)
+    if "num_games" in options:
+        env.reset(options={"task": 0})
+    with pytest.raises(InputError, match=message):
+        env.reset(options=wrong)
+    with pytest.raises(RuntimeError, match="reset"):
+        env.step("look")
+
+
 def test_seed_picks_the_task(env):
     ids = [env.reset(seed=seed)[1]["task_id"] for seed in (1, 2, 1)]
     assert ids[0] == ids[2] != ids[1]
@@ -178,7 +190,7 @@ def test_filter_picks_from_the_same_games(env):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"houses": "tiny"}, "small, full, official"), ({"split": "test"}, "valid_unseen"), ({"expert": "me"}, "planner"),
+    ({"houses": "tiny"}, "small, full, official"), ({"split": "test"}, "valid_unseen"),
     ({"task_types": ("pick",)}, "look_at_obj_in_light"), ({"num_games": 0}, "at least 1")])
 def test_bad_options_are_one_clear_line(options, message):
     with pytest.raises(InputError, match=message) as error:
@@ -196,13 +208,12 @@ def test_unknown_task_is_refused():
 # ---- houses ----
 
 @pytest.mark.parametrize("houses, count", [("small", 12), ("full", 6)])
-def test_all_types_are_solved_by_both_experts(houses, count):
-    for expert, limit in (("planner", 15), ("handcoded", 150)):
-        env = make_env("alfworld", houses=houses, expert=expert, max_steps=limit)
-        for task in range(count):
-            actions, reward, terminated, _, info = follow_expert(env, task)
-            assert info["task_type"] == ALFWORLD_TASKS[task % 6]
-            assert reward == 1.0 and terminated, (expert, info["task_id"], actions)
+def test_all_types_are_solved_by_the_planner(houses, count):
+    env = make_env("alfworld", houses=houses, max_steps=15)
+    for task in range(count):
+        actions, reward, terminated, _, info = follow_expert(env, task)
+        assert info["task_type"] == ALFWORLD_TASKS[task % 6]
+        assert reward == 1.0 and terminated, (info["task_id"], actions)
     # Deterministic given the seed, and without touching the global generator.
     state = random.getstate()
     assert follow_expert(env, 5)[0] == follow_expert(env, 5)[0] and random.getstate() == state
@@ -280,7 +291,7 @@ def test_case47_games_do_not_depend_on_process_or_hash_seed(tmp_path, cache):
     code = """
 import envs, hashlib, sys
 for houses, tasks in (("small", (5, 101, 103)), ("full", (2,))):
-    env = envs.make_env("alfworld", houses=houses, expert="handcoded")
+    env = envs.make_env("alfworld", houses=houses)
     for task in tasks:
         obs, info = env.reset(options={"task": task})
         files = [hashlib.sha256((env._folder(task) / n).read_bytes()).hexdigest() for n in ("game.tw-pddl", "traj_data.json")]
@@ -434,6 +445,39 @@ def test_other_versions_of_the_packages_are_refused(monkeypatch, package):
         envs.patch_engine()
 
 
+def test_open_step_close_leaks_nothing():
+    def usage():
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return len(os.listdir("/proc/self/fd")), len(children), pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    closed = []  # kept, so that close() alone must free what there is to free
+    for cycle in range(220):
+        if cycle == 20:
+            start = usage()
+        closed.append(make_env("alfworld"))
+        _, info = closed[-1].reset(options={"task": cycle % 6})
+        closed[-1].step(info["admissible_actions"][0])
+        closed[-1].close()
+        closed[-1].close()  # closing twice does no harm
+    end = usage()
+    assert end[:2] == start[:2] and end[2] - start[2] < 20, (start, end)
+    with pytest.raises(RuntimeError, match="reset"):
+        closed[-1].step("look")
+
+
+def test_a_library_of_a_closed_environment_is_as_good_as_new():
+    plans = []
+    for _ in range(2):
+        env, other = make_env("alfworld"), make_env("alfworld")
+        assert env.engine.downward_lib is not other.engine.downward_lib
+        other.reset(options={"task": 4})
+        plans.append(follow_expert(env, 3))
+        env.close(), other.close()
+    assert plans[0] == plans[1] and plans[0][1] == 1.0
+
+
 def test_no_growth_over_200_loads(env):
     def usage():
         gc.collect()
@@ -463,7 +507,10 @@ def test_group_reset_gives_the_same_game():
         acts = [results[0][1]["admissible_actions"][k] for k in (0, 1)]
         first, second = pool.step([3, 2], acts)
         assert first[0] != second[0]
+        assert pool.step([0], ["look"])[0][0].startswith("You are in the middle of a room")
         assert pool.step([0], [acts[0]])[0] == first
+        assert pool.reset([3, 0, 2, 1], [5, 5, 5, 4]) == results
+        assert pool.step([0], ["look"])[0][0].startswith("You are in the middle of a room")
 
 
 def test_workers_equal_one_process(tmp_path, monkeypatch):
@@ -521,6 +568,40 @@ def test_errors_in_a_worker_reach_the_caller():
             pool.reset([0, 1], [3, 0])
         with pytest.raises(RuntimeError, match="closed"):
             pool.reset([0, 1], [0, 0])
+
+
+# ---- the terminal ----
+
+def test_play_in_the_terminal(capsys, monkeypatch):
+    answers = iter(["0", "look", "fly", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    first = make_env("alfworld").reset(options={"task": 3})[1]["admissible_actions"][0]
+    assert envs.main(["--env", "alfworld", "--task", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("[pick_heat_then_place_in_recep-") and f"0 {first}   1 " in out and f"> {first}\n" in out
+    assert "> look\n" in out and "> fly   (not in the list)\nNothing happens." in out and "in 3 actions]" in out
+    arguments = "--env alfworld --split valid_unseen --random 1 --expert 2 --seed 0 --max_steps 20 --task_types"
+    assert envs.main([*arguments.split(), "pick_cool_then_place_in_recep,pick_and_place_simple"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("[pick_cool_then_place_in_recep-") == 2 and out.count("[pick_and_place_simple-") == 1
+    assert "expert: mean sum of rewards 1 in 2 episodes" in out and "random: mean sum of rewards" in out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--env alfword", "choose from alfworld, babyai, jericho"), ("--env alfworld --houses huge", "small, full, official"),
+    ("--env alfworld --task -1", "tasks 0 to 2999"), ("--env alfworld --max_steps 0", "at least 1"),
+    ("--env alfworld --max_steps ten", "invalid int"), ("--env alfworld --level GoToDoor", "unrecognized"),
+    ("--env babyai --level GoToMoon", "GoToRedBall"), ("--env babyai --task 100000", "tasks 0 to 99999"),
+    ("--env jericho --rom_dir /nowhere", "/nowhere.*z-machine-games.*--rom_dir")])
+def test_wrong_flags_are_one_line_and_exit_code_2(arguments, message, capsys):
+    assert envs.main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("envs.py: ") and err.count("\n") == 1 and re.search(message, err), err
+
+
+def test_the_script_itself_exits_with_2():
+    done = subprocess.run([sys.executable, ROOT / "envs.py", "--env", "alfword"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
 # ---- the stock engine (last: it plays in its own process meanwhile) ----

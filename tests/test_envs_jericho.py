@@ -6,6 +6,8 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import gymnasium
@@ -193,16 +195,19 @@ def test_recall_along_the_walkthrough_of_detective():
     assert moves == 46 and hits / moves >= 0.99 and sum(cut) == 0
 
 
-@pytest.mark.parametrize("game, expected", (
-    ("acorncourt", {"take ball", "point machine at tree", "plug bucket with acorn"}),
-    ("omniquest", {"east", "examine tree"}), ("zork1", {"north", "south", "west", "open mailbox"})))
-def test_valid_actions_at_the_start(game, expected):
+@pytest.mark.parametrize("game, walked, expected", (
+    ("acorncourt", 0, {"take ball", "point machine at tree"}),
+    ("acorncourt", 5, {"plug bucket with acorn"}),  # "acorns" are seen, and one is used
+    ("omniquest", 0, {"east", "examine tree"}),
+    ("zork1", 0, {"north", "south", "west", "open mailbox"})))
+def test_valid_actions_of_every_game(game, walked, expected):
     env = make_env("jericho", game=game)
-    actions = env.reset()[1]["admissible_actions"]
-    found = {action for action in expected if action in actions}
-    if game == "acorncourt":
-        env.step("turn machine on")
-    assert len(found) >= len(expected) - 1, actions
+    env._find_actions = lambda state: ["wait"]
+    play(env, env._frotz.get_walkthrough()[:walked])
+    del env._find_actions
+    env._cache.clear()
+    actions = env.step("look")[4]["admissible_actions"]
+    assert expected <= set(actions) and actions == sorted(actions), actions
 
 
 def test_valid_actions_change_the_world_and_leave_no_trace():
@@ -223,14 +228,24 @@ def test_valid_actions_change_the_world_and_leave_no_trace():
     assert [step[:4] for step in transcript] == [quiet.step(c)[:4] for c in ("take paper", "west", "take gun")]
 
 
-def test_valid_actions_do_not_hang_on_the_dice():
-    env, lists = make_env("jericho", game="zork1"), set()
-    for seed in (None, 5, 6):
+def test_looking_for_valid_actions_leaves_the_dice_alone_and_does_not_hang_on_them():
+    env, transcripts = make_env("jericho", game="zork1"), []
+    fight = ["kill troll with sword", "take axe", "kill troll with sword", "east"]
+    env._find_actions = lambda state: ["wait"]
+    play(env, env._frotz.get_walkthrough()[:27])
+    start, emulator = env.get_state(), env._frotz.get_state()
+    transcripts.append([(env.step(command)[:4], env._frotz.get_state()[7]) for command in fight])
+    del env._find_actions
+    env._cache.clear()
+    env.set_state(start)
+    transcripts.append([(env.step(command)[:4], env._frotz.get_state()[7]) for command in fight])
+    assert transcripts[0] == transcripts[1]
+    lists = set()
+    for dice in (1, 2, 3, 12345):
+        env._frotz.set_state(emulator[:7] + ((dice, 0, 0),) + emulator[8:])
         env._cache.clear()
-        for text in play(env, ["north", "north", "up"], seed):
-            actions = tuple(text[-1]["admissible_actions"])
-        lists.add(actions)
-    assert len(lists) == 1 and "take egg" in actions
+        lists.add(tuple(env._valid_actions()[0]))
+    assert len(lists) == 1
 
 
 def test_valid_action_and_text():
@@ -286,6 +301,7 @@ def test_commands_outside_the_game_do_not_reach_it(command, untried):
 def test_strange_text_is_survived(untried):
     env = make_env("jericho", game="zork1")
     env.reset()
+    warnings.simplefilter("error")  # Jericho warns of a command that is too long for it
     for command in ("", "  ", "ÁÀ \x81 \u4e2d\u6587", "x" * 1000, "a;b;c", "look\x00quit", "\x00", "say \"hello\""):
         obs, reward, terminated, _, info = env.step(command)
         assert isinstance(obs, str) and reward == 0.0 and not terminated and not info["valid_action"]
@@ -320,7 +336,7 @@ assert (sys.argv[1] == "torch") == ("torch" in sys.modules) and "spacy" not in s
 """
     outputs = {subprocess.run([sys.executable, "-c", code, first], cwd=ROOT, check=True, capture_output=True, text=True,
                               env={**os.environ, "PYTHONHASHSEED": seed}).stdout
-               for seed, first in (("1", "none"), ("2", "none"), ("3", "torch"))}
+               for seed, first in (("1", "none"), ("2", "none"), ("3", "torch" if find_spec("torch") else "none"))}
     assert len(outputs) == 1 and "take paper" in outputs.pop()
 
 
@@ -330,13 +346,14 @@ def test_open_step_close_leaks_nothing():
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         return len(os.listdir("/proc/self/fd")), len(children), pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
+    closed = []  # kept, so that close() alone must free the emulator
     for cycle in range(220):
         if cycle == 20:
             start = usage()
-        env = make_env("jericho", game="detective")
-        env.reset()
-        env.step("look")
-        env.close()
+        closed.append(make_env("jericho", game="detective"))
+        closed[-1].reset()
+        closed[-1].step("look")
+        closed[-1].close()
     end = usage()
     assert end[:2] == start[:2] and end[2] - start[2] < 20, (start, end)
 

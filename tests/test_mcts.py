@@ -10,10 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mcts
 from mcts import Root, Step, action_probs, add_root_noise, gumbel_search, normalize_q, search, visit_entropy
@@ -384,6 +386,31 @@ def test_the_shape_of_what_the_model_returns_is_enforced():
         search(model.root(states), lambda s, a: model(s, a)._replace(prior_logits=torch.zeros(7, 4)), 3)
     with pytest.raises(ValueError, match=r"must be \[B, A\]"):
         search(model.root(states)._replace(value=torch.zeros(7, 1)), model, 3)
+
+
+class CountCalls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.calls[str(function)] += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_torch_calls_a_simulation_depend_on_nothing_and_the_host_never_waits_for_a_number():
+    """About 90, whatever the batch, the actions and the depth.  `.item()`, `if tensor` are aten._local_scalar_dense."""
+    per_simulation = []
+    for num_batch, num_actions, reward in [(2, 3, 0.0), (40, 11, 0.0), (5, 3, 9.0)]:
+        model = random_tabular(1, num_actions=num_actions, scale=reward or 1.0)
+        counts = []
+        for num_simulations in (10, 30):
+            with CountCalls() as counter:
+                search(model.root(torch.arange(num_batch) % 9), model, num_simulations)
+            counts.append(counter.calls)
+        per_simulation.append((counts[1].total() - counts[0].total()) / 20)
+        assert counts[1]["aten._local_scalar_dense.default"] == counts[0]["aten._local_scalar_dense.default"]
+    assert len(set(per_simulation)) == 1 and per_simulation[0] < 130, per_simulation
 
 
 # -------------------------------------------------------------------------------------- bad numbers
@@ -899,12 +926,7 @@ def test_doctests():
 
 
 def readme_section():
-    """The section about mcts.py, from README.md or from the part that is not merged yet."""
-    for name in ("README.md", "README_mcts.md.part"):
-        text = (ROOT / name).read_text() if (ROOT / name).exists() else ""
-        if match := re.search(r"^## Search alone.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
-            return match[0]
-    raise AssertionError("no section 'Search alone' about mcts.py")
+    return re.search(r"^## Search alone.*?(?=^## )", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
 
 
 def test_the_readme_example_runs_and_prints_what_the_readme_says():
@@ -914,3 +936,9 @@ def test_the_readme_example_runs_and_prints_what_the_readme_says():
     assert len(code.strip().splitlines()) <= 24
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout == printed
+
+
+def test_the_readme_table_is_the_benchmark_s():
+    lines = (ROOT / "benchmarks" / "results" / "mcts.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) > 4 and set(table) <= set((ROOT / "README.md").read_text().splitlines())

@@ -338,7 +338,7 @@ def naive_loss(transitions, episodes, model, start, cfg):
         lambdas[g] = max(0.0, min(1.0, 1 - returns.mean().item() / 10)) if cfg.adaptive_lambda else 1.0
         for n in [n for n, e in enumerate(episodes) if e.group == g]:
             equal = bool((returns == returns[0]).all())
-            advantages[n] = 0.0 if equal else (episodes[n].ret - returns.mean()) / (returns.std() + 1e-6)
+            advantages[n] = 0.0 if equal else (episodes[n].ret - returns.mean()) / (5 if cfg.adv_norm == "mean" else returns.std() + 1e-6)
     policy_terms, kl_terms, clipped = [], [], 0
     for t in transitions:
         a = torch.as_tensor(advantages[t.episode])
@@ -379,7 +379,7 @@ def gradient_of(loss, model):
 
 
 @pytest.mark.parametrize("changed", [
-    {}, {"wm": "ce"}, {"wm": "none"}, {"adaptive_lambda": False}, {"entropy": "full"}, {"alpha": .3}, {"rho": .05},
+    {}, {"wm": "ce"}, {"wm": "none"}, {"adaptive_lambda": False}, {"entropy": "full"}, {"adv_norm": "mean"}, {"alpha": .3}, {"rho": .05},
     {"kl_coef": 0.0}, {"temperature": .6}, {"constrain": True}, {"clip_low": .05, "clip_high": .01}],
     ids=lambda c: "_".join(f"{k}={v}" for k, v in c.items()) or "paper")
 def test_eq11_loss_gradient_and_metrics_of_an_update_equal_the_naive_formula(changed):
@@ -394,7 +394,7 @@ def test_eq11_loss_gradient_and_metrics_of_an_update_equal_the_naive_formula(cha
     assert_same_gradient(gradient, gradient_of(loss, policy.model), tol=2e-5)
     for name, value in parts.items():
         if cfg.kl_coef or name not in ("pg_loss", "kl", "clip_frac"):  # without KL, transitions without gradient are left out
-            assert metrics[name] == pytest.approx(float(value), abs=2e-5), name
+            assert metrics[name] == pytest.approx(torch.as_tensor(value).item(), abs=2e-5), name
     assert metrics["frac_zero_std"] == pytest.approx(1 / 3)  # case 11
     norm = math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradient.values()))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -577,6 +577,11 @@ def test_gigpo_anchors_are_equal_observations_within_a_group():
     assert torch.allclose(paw.compute_advantages(transitions, episodes, cfg), right.sign() * torch.tensor([.70711, .70711, 0, 0, .70711, .70711]), atol=1e-4)
     cfg.algo = "grpo"
     assert torch.allclose(paw.compute_advantages(transitions, episodes, cfg)[:2], torch.tensor([.70711, -.70711]), atol=1e-4)
+    cfg.adv_norm = "mean"  # (10 - 5) / 5, whatever the std
+    assert paw.compute_advantages(transitions, episodes, cfg).tolist() == [1, -1, 0, 0, 1, -1]
+    cfg.algo, cfg.gigpo_omega = "gigpo", 1.0  # in A step returns 9.5 and 0, or 0 and -0.1: +-4.75 / 5, +-0.05 / 5
+    right = torch.tensor([1.95, -1.95, .01, -.01, 1, -1])
+    assert torch.allclose(paw.compute_advantages(transitions, episodes, cfg), right, atol=1e-6)
 
 
 def test_case48_world_model_weights_of_an_update():
@@ -940,7 +945,7 @@ def test_case17_a_cut_response_is_invalid_and_costs_the_penalty_once():
     assert paw.make_batch(transitions, [False] * 6, "cpu").action_mask.tolist() == [[1] * 4] * 6
     assert not any(a in pool.actions for a in pool.received[0])
     assert tiny.tokenizer().decode(transitions[0].obs_ids) == "nothing happens"
-    metrics = paw.update_metrics(transitions, episodes, torch.ones(1), 0, torch.zeros(9), None, [])
+    metrics = update(policy, transitions, episodes, cfg)[1]
     assert metrics["truncated_frac"] == 1 and metrics["valid_action_rate"] == 0 and metrics["episode_len"] == 3
 
 

@@ -196,6 +196,13 @@ def test_case11_group_advantages_by_hand(returns, advantages):
     assert close(paw.group_advantages(torch.tensor(returns), torch.zeros(len(returns), dtype=torch.long)), *advantages)
 
 
+def test_group_advantages_with_a_scale_by_hand():
+    # The second group holds no success: with std its penalties would be as loud (0.7071) as the first group's success.
+    advantages = paw.group_advantages(torch.tensor([10., 0, 0, -.2]), torch.tensor([0, 0, 1, 1]), scale=5.0)
+    assert close(advantages, 1, -1, .02, -.02)
+    assert paw.group_advantages(torch.tensor([3., 3]), torch.tensor([0, 0]), scale=5.0).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("value", [.1, 0, -.1, 10, -1.7, 1e-8])
 def test_case11_equal_returns_give_exactly_0(value):
     # eight times 0.1 in fp32 has a standard deviation of 8e-9, and a naive advantage of -0.007
@@ -337,8 +344,8 @@ def test_case15_an_empty_row_adds_nothing_to_the_shared_denominator():
 def test_policy_loss_ignores_whatever_stands_in_the_padding():
     logp, old = random_logp(1, 3).requires_grad_(), random_logp(1, 3, seed=1)
     padded = torch.cat([logp, torch.tensor([[200.0, 0.0]])], 1)  # exp(200) is inf in fp32
-    ours = paw.policy_loss(padded, torch.cat([old, torch.zeros(1, 2)], 1), torch.ones(1), torch.tensor([[1, 1, 1, 0, 0]]), .2, .2)
-    assert torch.equal(ours, paw.policy_loss(logp, old, torch.ones(1), torch.ones(1, 3), .2, .2))
+    ours = paw.policy_loss(padded, torch.cat([old, torch.zeros(1, 2)], 1), -torch.ones(1), torch.tensor([[1, 1, 1, 0, 0]]), .2, .2)
+    assert torch.equal(ours, paw.policy_loss(logp, old, -torch.ones(1), torch.ones(1, 3), .2, .2))
     assert torch.isfinite(torch.autograd.grad(ours, logp)[0]).all()
 
 

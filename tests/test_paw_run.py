@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import envs
 import paw
 import tiny
 from envs import EnvPool
@@ -225,13 +226,17 @@ def test_plot_makes_a_picture(finished, command_line, tmp_path):
     assert set(files(finished)) - before <= {pictures[0].name}
 
 
-def test_eval_prints_success_per_task_type_twice_the_same(finished, command_line):
-    before = files(finished)
-    results = [command_line("--eval", finished / "checkpoint.pt", "--eval_episodes", 12, "--groups", 3) for _ in range(2)]
+def test_eval_prints_success_per_task_type_twice_the_same(finished, command_line, monkeypatch):
+    before, splits = files(finished), []
+    monkeypatch.setattr(envs, "EnvPool", lambda *args, **options: splits.append(options["split"]) or EnvPool(*args, **options))
+    arguments = ["--eval", finished / "checkpoint.pt", "--eval_episodes", 12, "--groups", 3]
+    results = [command_line(*arguments) for _ in range(2)]
     assert results[0] == results[1] and results[0][0] == 0
     head, numbers = results[0][1].strip().splitlines()[-2:]
     assert all(name in head for name in ("Pick", "Look", "Clean", "Heat", "Cool", "Pick2", "All")) and numbers.split()[-1] == "12"
     assert "valid_unseen" in results[0][1] and files(finished) == before
+    assert "valid_seen" in command_line(*arguments, "--eval_split", "valid_seen")[1]
+    assert splits == ["valid_unseen", "valid_unseen", "valid_seen"]
 
 
 def test_the_smoke_command(tmp_path):
@@ -303,7 +308,7 @@ def test_case42_two_updates_then_two_more_equal_four_with_lora_and_gigpo(tmp_pat
 
 
 def test_ctrl_c_in_a_real_process_saves_and_ends_with_130():
-    process = start(*SMALL, "--updates", "1000", "--run_dir", "run", "--eval_episodes", "0")
+    process = start(*SMALL, "--updates", "1000", "--save_every", "1000", "--run_dir", "run", "--eval_episodes", "0")
     while process.poll() is None and not (Path("run/metrics.jsonl").exists() and rows("run")):
         time.sleep(.05)
     process.send_signal(signal.SIGINT)

@@ -38,7 +38,7 @@ def lm(kind="llama", seed=0, **settings):
 def settings(**changed):
     """A Config for the CPU whose defaults suit the tiny LM: compact prompt, one forward pass, short responses."""
     return paw.Config(**(dict(device="cpu", prompt="compact", max_response_len=6, groups=2, group_size=3, token_budget=10**6,
-                              max_grad_norm=1e9) | changed))
+                              max_grad_norm=1e9, adv_norm="std") | changed))
 
 
 def policy(cfg=None, kind="llama", seed=0, **model_settings):

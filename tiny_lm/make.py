@@ -6,6 +6,7 @@ mediocre agent.  Copying is an induction head, which appears late; what makes it
   - entities such as "cabinet 2" are single tokens, and an action starts with the same token in the list and in the response;
   - half of each batch is copy practice: entity names are swapped at random over the whole vocabulary, and ALL actions of the
     list are copied, in random order, so that one row gives some 40 copied tokens instead of 4;
+  - an entity's embedding starts near its type's, so that "cabinet 2" in the list matches "cabinet" in the task;
   - the value and output projections start as an orthogonal pair and the LM head as the embedding (after "mimetic
     initialization", Trockman & Kolter 2023, arXiv 2305.09828): attending to a token then raises that token's logit;
   - expert rows swap the numbers of each type, so that no name of a house is worth memorising.
@@ -29,11 +30,12 @@ ENTITY = re.compile(r"\b([a-z]+) (\d+)\b")
 FORMAT_PIECES = ["<think></think><action>", "\n</action>", INVALID_ACTION, "Task: ", "\nStep: ", "\nObs: ", "\nAct:", "\nActions:", "\nAnswer:\n"]
 
 
-def collect(split, num_games, noise, max_steps):
+def collect(split, num_games, noise, detour, max_steps):
     """Expert transitions in the first `num_games` small houses of a split: list of dicts goal, obs, admissible, history, action, next_obs.
 
-    With probability `noise` another action is played than the expert's (one time in four an invalid one): the model thus
-    sees how to go on from mistakes.
+    Not always is the expert's action played.  It knows where everything is: without detours the model would learn that what
+    it looks for is wherever it goes.  So, with probability `detour`, a walk leads to some other place, or an invalid action is
+    played (one time in four): after one, it is time to walk on.  Else, with probability `noise`, any other action is played.
     """
     env, rng, transitions = make_env("alfworld", houses="small", split=split, max_steps=max_steps), random.Random(0), []
     for task in tqdm(range(num_games), desc="expert games"):
@@ -43,12 +45,14 @@ def collect(split, num_games, noise, max_steps):
             action = env.expert_action()
             if action is None:
                 break
-            played = rng.choice(info["admissible_actions"]) if rng.random() < noise else action
-            played = INVALID_ACTION if played != action and rng.random() < 0.25 else played
+            played, walks = action, [a for a in info["admissible_actions"] if a.startswith("go to")]
+            if action in walks and rng.random() < detour:
+                played = INVALID_ACTION if rng.random() < 0.25 else rng.choice(walks)
+            elif rng.random() < noise:
+                played = rng.choice(info["admissible_actions"])
             next_obs, _, terminated, truncated, next_info = env.step(played)
-            if played == action:
-                transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"],
-                                        history=history[-2:], step=len(history), action=action, next_obs=next_obs))
+            transitions.append(dict(goal=info["goal"], obs=obs, admissible=info["admissible_actions"], history=history[-2:],
+                                    step=len(history), action=action, next_obs=next_obs if played == action else ""))
             history = history + [(obs, played)]
             obs, info, over = next_obs, next_info, terminated or truncated
     env.close()
@@ -61,6 +65,11 @@ def prompt_of(t):
     return build_prompt("compact", t["goal"], t["obs"], t["admissible"], padded, len(t["history"]))
 
 
+def entity_names(kind):
+    """The entities of a type that have a token of their own."""
+    return [f"{kind} {n}" for n in range(1, MAX_NUMBER.get(kind, 8) + 1)]
+
+
 def build_tokenizer(texts, types, num_phrases=300):
     """A Unigram tokenizer that cuts a text into the fewest pieces: entities, the engine's phrases, type names, characters.
 
@@ -69,7 +78,7 @@ def build_tokenizer(texts, types, num_phrases=300):
     """
     names = re.compile(r"\b(?:" + "|".join(sorted(types, key=len, reverse=True)) + r")(?: \d+)?\b")
     phrases = Counter(p for text in texts for between in names.split(text) for p in re.split(r"(?=\n)", between) if len(p) > 1)
-    entities = [f"{t} {n}" for t in sorted(types) for n in range(1, MAX_NUMBER.get(t, 8) + 1)]
+    entities = [name for t in sorted(types) for name in entity_names(t)]
     pieces = FORMAT_PIECES + entities + sorted(types) + [str(n) for n in range(100)]
     pieces += [p for p, _ in sorted(phrases.items(), key=lambda x: (-x[1], x[0]))[:num_phrases]]
     characters = [chr(c) for c in range(32, 127)] + ["\n"]
@@ -80,14 +89,18 @@ def build_tokenizer(texts, types, num_phrases=300):
                                    clean_up_tokenization_spaces=False)
 
 
-def build_model(vocab_size, width, layers, heads):
+def build_model(tokenizer, types, width, layers, heads):
     """A small Llama whose attention copies from the start: head = embedding, value and output projections transposed."""
-    config = LlamaConfig(vocab_size=vocab_size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
                          num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
                          tie_word_embeddings=False, initializer_range=width ** -0.5, pad_token_id=0, eos_token_id=1, bos_token_id=None)
     model = LlamaForCausalLM(config)
+    embeddings = model.model.embed_tokens.weight  # [V, width]
     with torch.no_grad():
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        for kind in types:
+            ids, kind_id = tokenizer.convert_tokens_to_ids(entity_names(kind)), tokenizer.convert_tokens_to_ids(kind)
+            embeddings[ids] = (embeddings[ids] + embeddings[kind_id]) / 2 ** 0.5
+        model.lm_head.weight.copy_(embeddings)
         for layer in model.model.layers:
             orthogonal = torch.linalg.qr(torch.randn(width, width))[0]
             layer.self_attn.v_proj.weight.copy_(orthogonal)
@@ -99,7 +112,7 @@ def build_model(vocab_size, width, layers, heads):
 def relabelling(tokenizer, types, rng, across_types):
     """A random permutation of the entity tokens, as a table [V]: within each type, or over all types at once."""
     table = torch.arange(len(tokenizer))
-    groups = [[f"{t} {n}" for n in range(1, MAX_NUMBER.get(t, 8) + 1)] for t in sorted(types)]
+    groups = [entity_names(t) for t in sorted(types)]
     for names in [sum(groups, [])] if across_types else groups:
         ids = tokenizer.convert_tokens_to_ids(names)
         table[ids] = torch.tensor(rng.sample(ids, len(ids)))
@@ -181,21 +194,23 @@ def valid_share(policy, cfg, transitions):
     return valid, sum(a == t["action"] for a, t in zip(actions, transitions)) / len(actions)
 
 
-def main(cfg, games=2400, steps=3000, hesitant_steps=500, hesitation=0.45, width=128, layers=2, heads=4):
-    """Collect expert games, build the tokenizer, train in two stages, and write tiny_lm/."""
+def main(cfg, games=2400, width=128, layers=2, heads=4, hesitation=0.5):
+    """Collect expert games, build the tokenizer, train in three stages (copy, act, hesitate), and write tiny_lm/."""
     torch.manual_seed(cfg.seed)
-    transitions, held_out = collect("train", games, 0.3, 20), collect("valid_unseen", 60, 0.3, 20)
+    transitions, held_out = collect("train", games, 0.2, 0.5, 20), collect("valid_unseen", 60, 0.2, 0.5, 20)
     types = sorted({m.group(1) for t in transitions + held_out for text in [t["obs"], *t["admissible"]] for m in ENTITY.finditer(text)})
     tokenizer = build_tokenizer([prompt_of(t) + "\n" + t["next_obs"] for t in transitions[::10]], types)
-    policy = make_policy(build_model(len(tokenizer), width, layers, heads), tokenizer, cfg)
+    policy = make_policy(build_model(tokenizer, types, width, layers, heads), tokenizer, cfg)
 
     def report(step):
         valid, expert = valid_share(policy, cfg, held_out)
         tqdm.write(f"step {step}: unseen houses, temperature 1: valid actions {valid:.3f}, equal to the expert's {expert:.3f}")
 
-    train(policy.model, tokenizer, types, encode(tokenizer, transitions), steps, 3e-3, (0.75, 0.15), (0.0, 1.0), report)
-    # This agent solves 45 % (temperature 0.4, 20 actions).  It is now taught to waste steps, so that RL has something to do.
+    data = encode(tokenizer, transitions)
+    train(policy.model, tokenizer, types, data, 3000, 3e-3, (0.75, 0.15), (0.0, 1.0), report)
+    train(policy.model, tokenizer, types, data, 1500, 2e-3, (0.1, 0.05), (1.0, 1.0), report)
+    # This agent is too good for RL to have much to do (README).  It is now taught to waste steps.
     spoilt = hesitant(transitions[:7000], hesitation, random.Random(2))
-    train(policy.model, tokenizer, types, encode(tokenizer, spoilt), hesitant_steps, 1e-3, (0.15, 0.15), (1.0, 1.0), report)
+    train(policy.model, tokenizer, types, encode(tokenizer, spoilt), 500, 1e-3, (0.15, 0.15), (1.0, 1.0), report)
     save_model(policy, TINY_FOLDER, cfg)
     print(f"wrote {TINY_FOLDER}; see how it plays: python paw.py --env alfworld --updates 0")
