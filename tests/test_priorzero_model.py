@@ -143,7 +143,8 @@ def test_case34_invalid_actions_and_noise(alone):
     roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists)
     result = pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, True, torch.Generator().manual_seed(0))
     assert (result.visit_counts.sum(1) == 12).all() and result.visit_counts[1, 2] == 0
-    assert torch.allclose(result.tree.children_prior[1].sum(-1)[:5], torch.ones(5)) and result.tree.children_prior[1, :5, 2].max() < 1e-6
+    prior = result.tree.children_prior[1][result.tree.visits[1] > 0]  # [nodes, A]
+    assert len(prior) > 3 and torch.allclose(prior.sum(-1), torch.ones(len(prior))) and prior[:, 2].max() < 1e-6
     plain = [pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, False, None).visit_counts for _ in range(2)]
     assert torch.equal(*plain)  # case 56: without noise two searches are the same
 
