@@ -331,6 +331,8 @@ def make_policy(model, tokenizer, cfg):
     if tokenizer.pad_token_id is None:  # any existing id will do: every mask here comes from lengths, never from ids
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         print(f"the tokenizer has no pad token: padding with {tokenizer.pad_token!r}")
+    if not tokenizer.chat_template and cfg.model != "tiny":
+        print("the tokenizer has no chat template: prompts are plain text, the response follows directly")
     for module in model.modules():  # no dropout: rollout and update must see the same function (first ratio exactly 1)
         for name in [n for n in vars(module) if n.endswith("dropout") or (n == "p" and isinstance(module, nn.Dropout))]:
             setattr(module, name, 0.0)
@@ -476,8 +478,7 @@ def rollout(policy, pool, tasks, group_size, cfg, temperature, generator, second
     live = list(range(len(tasks) * group_size))
     current = dict(zip(live, pool.reset(live, [tasks[i // group_size] for i in live])))  # row -> (obs, info)
     episodes = [Episode(i // group_size, current[i][1]["task_id"], current[i][1]["task_type"]) for i in live]
-    history, transitions = {i: [] for i in live}, []
-    scale = cfg.reward_success / pool.max_return
+    history, transitions, scale = {i: [] for i in live}, [], cfg.reward_success / pool.max_return
     while live:
         prompts = [encode_prompt(policy, cfg, info["goal"], obs, info["admissible_actions"], history[i])
                    for i in live for obs, info in [current[i]]]
