@@ -7,7 +7,6 @@ import torch
 
 import priorzero as pz
 import tiny_priorzero as tiny
-from lm import LanguageModel
 
 
 @pytest.fixture
@@ -312,7 +311,7 @@ def samples_of(llm, cfg, seed=0):
 @pytest.mark.parametrize("cot", [False, True])
 def test_case3_first_ratio_is_one(cot):
     cfg = tiny.settings(cot=cot, max_cot_len=12)
-    llm = LanguageModel(tiny.tokenizer(), tiny.lm(attention_dropout=0.1), cfg)
+    llm = pz.LanguageModel(tiny.tokenizer(), tiny.lm(attention_dropout=0.1), cfg)
     llm.model.train()  # whatever mode: no dropout is left
     samples = samples_of(llm, cfg)
     logp = pz.response_logps(llm, samples)
@@ -361,7 +360,7 @@ def test_case22_prompt_history():
 
 
 def test_case7_no_pad_token():
-    llm = LanguageModel(tiny.tokenizer(pad_token=None), tiny.lm(), tiny.settings())
+    llm = pz.LanguageModel(tiny.tokenizer(pad_token=None), tiny.lm(), tiny.settings())
     scores = pz.action_scores(llm, PROMPTS, ["Action:"] * 3, ACTIONS)
     assert llm.tokenizer.pad_token == "</s>"
     expected = pz.action_scores(tiny.language_model(), PROMPTS, ["Action:"] * 3, ACTIONS)

@@ -7,7 +7,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import priorzero as pz
-from lm import LanguageModel
 
 COLORS = ("red", "green", "blue")
 
@@ -39,7 +38,7 @@ def settings(**changed):
 
 
 def language_model(cfg=None, **changed):
-    return LanguageModel(tokenizer(), lm(**changed), cfg or settings())
+    return pz.LanguageModel(tokenizer(), lm(**changed), cfg or settings())
 
 
 def agent(monkeypatch, seed=0, **changed):

@@ -18,8 +18,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from envs import make_env
-from lm import LanguageModel, pad
-from priorzero import TINY_FOLDER, encode_prompt
+from priorzero import TINY_FOLDER, LanguageModel, encode_prompt, pad
 
 LEVELS = ("GoToRedBallGrey", "GoToRedBall", "GoToObjS6", "GoToLocalS8N7", "GoToRedBlueBall", "GoToDoor", "PickupDistDebug", "PickupAbove")
 COLORS = ("red", "green", "blue", "purple", "yellow", "grey")
