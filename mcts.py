@@ -4,7 +4,7 @@
     action = torch.multinomial(action_probs(result.visit_counts, temperature=1.0), 1)
 
 Every batch row grows its own tree by one node a simulation: `_ask` the model, `_add` the node, `_backup` its value,
-`_choose` where to go next, by mctx's rule.  No loop over rows, actions, nodes or levels; no wait for a GPU before the end:
+`_choose` where to go next, by mctx's rule.  No loop over rows, actions, nodes or levels; no wait for a GPU in a search:
   1. An edge leads to one node, so what belongs to the edge (reward, discount, Q, visits) is stored once.
   2. A node stores its line (itself, its parent, ..., the root) and what a value v at the node is worth at each of them:
      offset + scale * v, known once the node is made.  So the backup of a whole line is one expression.
@@ -106,10 +106,11 @@ def action_probs(visit_counts: Tensor, temperature: float) -> Tensor:
     """N^(1 / temperature) / its sum, [B, A]: [[1, 3]] at 0.5 gives [[0.1, 0.9]]; 0 = one-hot on the first maximum."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: must be finite and >= 0")
-    _raise_rows(visit_counts.sum(-1) <= 0, "visit_counts: no visit")
+    _raise_rows(~((visit_counts >= 0).all(-1) & (visit_counts.sum(-1) > 0)), "visit_counts: negative, NaN or no visit")
     if temperature == 0:
         return torch.nn.functional.one_hot(visit_counts.argmax(-1), visit_counts.shape[-1]).float()
-    return torch.softmax(visit_counts.double().log() / temperature, -1).float()  # 25^100 overflows, 100 ln 25 does not
+    share = visit_counts.double() / visit_counts.amax(-1, keepdim=True)
+    return torch.softmax(share.log() / temperature, -1).float()  # 25^100 overflows, 100 ln 25 does not
 
 def visit_entropy(visit_counts: Tensor) -> Tensor:
     """Entropy of N / sum N in nats, [B, A] -> [B]: 0 = one action only, ln A = all alike."""
@@ -126,9 +127,11 @@ def search(root: Root, recurrent_fn: Callable[..., Step], num_simulations: int, 
     whole_path: call `recurrent_fn(embedding, action, mask)`, where the tensors of `embedding` are [B, D, ...]: what the
         parent, its parent, ..., the root have stored, 0 where `mask` [B, D] is 0.  So a transformer need store in a node
         only the keys and values of its own tokens; `mask.sum(1)` is the new node's depth.  (A GPU waits once a simulation.)
-    Raises ValueError with the rows: no valid action; NaN or infinity in logits (-inf is allowed where invalid), values,
-        rewards or discounts.  The model's answers are looked at once, after the last simulation."""
+    Raises ValueError with the rows: no valid action; NaN or infinity in logits (-inf only at the root, if invalid), values,
+        rewards, discounts or returns.  The model's answers are looked at once, after the last simulation."""
     root, valid = _checked(root, valid_mask, num_simulations, max_depth)
+    if not (0 <= dirichlet_fraction <= 1 and dirichlet_alpha > 0):
+        raise ValueError(f"dirichlet_fraction = {dirichlet_fraction}, dirichlet_alpha = {dirichlet_alpha}: 0 to 1, above 0")
     if dirichlet_fraction:
         prior = add_root_noise(root.prior_logits.softmax(-1), valid, dirichlet_alpha, dirichlet_fraction, generator)
         root = root._replace(prior_logits=prior.log())
@@ -199,8 +202,9 @@ def _grow(root: Root, recurrent_fn, num_simulations: int, max_depth, whole_path:
                     _choose(t, t.roots, t.root_edges, at_root[0](t, at_root[1][k])[0])
                 edge = t.exit.index_select(0, t.root_edges)
                 parent = edge // t.num_actions
-    for name, answers in zip(("reward", "discount", "value", "prior_logits"), t.answers):
-        _raise_rows(~_nodes(t, answers)[:, 1:].isfinite().all(1), f"recurrent_fn's {name}: NaN or infinity")
+    for name, answers in zip(("reward", "discount", "value", "prior_logits"), torch.stack(t.seen[1:], 1)):  # [K, B]
+        _raise_rows(~answers.isfinite().all(0), f"recurrent_fn's {name}: NaN or infinity")
+    _raise_rows(~_nodes(t, t.values).isfinite().all(1), "the returns: overflow")
     return t
 
 @torch.inference_mode()
@@ -216,7 +220,8 @@ def _tables(root: Root, num_simulations: int, max_depth: int):
     return SimpleNamespace(
         roots=above * (num_simulations + 1) + num_batch - num_simulations, root_edges=above * num_actions,  # [B]
         edge=ints(num_rows), values=floats(num_rows),  # [R] the edge into the node, and V(s)
-        answers=answers,  # [4, R] the model's: reward and discount of the edge into the node, value, greatest |logit|
+        seen=[],  # the model's answers of every simulation, each [4, B]
+        answers=answers,  # [4, R] the last ones: reward and discount of the edge into the node, value, greatest |logit|
         rewards=answers[0], discounts=answers[1], raw_values=answers[2],  # [R]
         line=ints(num_rows, num_levels),  # [R, D] rows: the node, its parent, ..., the root, nobody, ...
         maps=maps,  # [R, 2, D] offset and scale from the node to the nodes of its line
@@ -247,6 +252,7 @@ def _add(t, index: int, parent: Tensor, edge: Tensor, step: Step) -> tuple[Tenso
     logits = step.prior_logits.float()
     answers = torch.stack([step.reward, step.discount, step.value, logits.abs().amax(1)]).float()  # [4, B]
     t.answers.index_copy_(1, new, answers)
+    t.seen.append(answers)
     reward, discount, value, _ = answers.unsqueeze(2).unbind()  # [B, 1]
     t.prior.index_copy_(0, new, torch.softmax(logits, -1))
     t.edge.scatter_(0, new, edge)
@@ -307,4 +313,5 @@ def _map(function, tree, *more):  # apply `function` to the tensors of nested tu
         return function(tree, *more)
     if isinstance(tree, dict):
         return {key: _map(function, tree[key], *(other[key] for other in more)) for key in tree}
-    return tuple(_map(function, *leaves) for leaves in zip(tree, *more, strict=True))
+    leaves = [_map(function, *x) for x in zip(tree, *more, strict=True)]
+    return type(tree)(*leaves) if hasattr(tree, "_fields") else tuple(leaves)

@@ -5,6 +5,7 @@
 
 import doctest
 import json
+import collections
 import math
 import os
 import re
@@ -942,3 +943,55 @@ def test_the_readme_table_is_the_benchmark_s():
     lines = (ROOT / "benchmarks" / "results" / "mcts.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) > 4 and set(table) <= set((ROOT / "README.md").read_text().splitlines())
+
+
+# ---- Found by a reader who tried to break it ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("field", ["reward", "discount", "value", "prior_logits"])
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_every_answer_is_looked_at_also_where_a_node_is_evaluated_again(field, call):
+    calls = []
+
+    def model(embedding, action):
+        calls.append(action)
+        step = Step(torch.zeros(2), torch.ones(2), torch.tensor([[5.0, -5]] * 2), torch.zeros(2), embedding)
+        if len(calls) == call:
+            getattr(step, field)[1] = math.nan
+        return step
+
+    with pytest.raises(ValueError, match=rf"{field}: NaN or infinity in rows \[1\]"):
+        search(Root(torch.tensor([[5.0, -5]] * 2), torch.zeros(2), torch.zeros(2)), model, 6, max_depth=1)
+
+
+def test_returns_that_overflow_raise():
+    root = Root(torch.zeros(1, 3), torch.full((1,), 1e30), torch.zeros(1))
+    with pytest.raises(ValueError, match="overflow"):
+        search(root, lambda e, a: Step(e * 0, e + 1e5, torch.zeros(1, 3), e + 1e30, e), 20, valid_mask=torch.tensor([[0, 1, 1]]))
+
+
+def test_a_named_tuple_stays_one():
+    State = collections.namedtuple("State", "x y")
+    model = lambda e, a: Step(e.x, torch.ones(2), torch.zeros(2, 3), e.y["z"], State(e.x + 1, {"z": e.y["z"]}))
+    result = search(Root(torch.zeros(2, 3), torch.zeros(2), State(torch.zeros(2), {"z": torch.zeros(2)})), model, 8)
+    assert (result.visit_counts.sum(1) == 8).all()
+
+
+@pytest.mark.parametrize("changed", [{"dirichlet_fraction": 2.0}, {"dirichlet_fraction": math.nan}, {"dirichlet_fraction": .25, "dirichlet_alpha": 0.0}])
+def test_senseless_noise_is_refused(changed):
+    with pytest.raises(ValueError, match="dirichlet"):
+        search(Root(torch.zeros(1, 2), torch.zeros(1), torch.zeros(1)), lambda e, a: 1 / 0, 4, **changed)
+
+
+def test_action_probs_at_the_least_temperature_and_of_no_counts():
+    assert action_probs(torch.tensor([[3, 3, 1]]), 1e-320).tolist() == [[.5, .5, 0]]
+    for bad in ([[5.0, -1]], [[5, math.nan]]):
+        with pytest.raises(ValueError, match="visit_counts"):
+            action_probs(torch.tensor(bad), 1.0)
+
+
+def test_exploration_constants_reach_the_search():
+    # Equal priors, action 0 is worth 1 and action 1 nothing: a large constant shares the visits, a small one does not.
+    model = lambda e, a: Step(1.0 - a.float(), torch.zeros(1), torch.zeros(1, 2), torch.zeros(1), e)
+    counts = [search(Root(torch.zeros(1, 2), torch.zeros(1), torch.zeros(1)), model, 40, **c).visit_counts[0, 0].item()
+              for c in ({"pb_c_init": .1}, {"pb_c_init": 20.0}, {"pb_c_init": .1, "pb_c_base": 1.0})]
+    assert counts[0] > 35 and counts[1] < 25 and counts[2] < counts[0]
