@@ -972,6 +972,9 @@ def run(argv):
         kind = {"action": argparse.BooleanOptionalAction} if parameter.annotation is bool else {"type": parameter.annotation}
         parser.add_argument(f"--{option}", default=parameter.default, **kind)
     flags = vars(parser.parse_args(argv))
+    for agent in ("random", "expert"):
+        if flags[agent] is not None and flags[agent] < 1:
+            raise InputError(f"--{agent} {flags[agent]}: must be at least 1")
     seed, task, env = flags["seed"], flags["task"], make_env(name, **{option: flags[option] for option in own})
     rng = random.Random(seed)
     if not flags["random"] and not flags["expert"]:

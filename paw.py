@@ -15,8 +15,7 @@ loss on the NEXT observation o_{t+1}, appended behind the action that is trained
 
 On 2 CPU cores, no GPU, no network (the shipped tiny LM in offline ALFWorld houses; time and result: README):
     python paw.py --env alfworld
-On one GPU with the paper's settings (`--help` names them; the whole command is in README.md):
-    python paw.py --env alfworld --houses official --model Qwen/Qwen2.5-1.5B-Instruct --adv_norm std --groups 16 --group_size 8 ...
+On one GPU with the paper's model and settings: the command in README.md (`--help` names the paper's values).
 """
 
 import argparse, dataclasses, difflib, json, math, os, random, re, signal, sys, time
@@ -101,7 +100,7 @@ class Config:
     eval_episodes: int = flag(252, "episodes of an evaluation; 0 = none", low=0)
     sample_every: int = flag(10, "updates between sample transcripts", low=1)
     save_every: int = flag(1, "updates between checkpoints", low=1)
-    seed: int = flag(1, "seed of everything but the evaluation", low=0)
+    seed: int = flag(1, "seed of everything but the evaluation", low=0, high=2 ** 32 - 2)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     run_dir: str = flag("", "output folder; empty = runs/<env>-<algo>-<wm>-seed<seed>-<time>")
 
@@ -180,7 +179,7 @@ def cross_entropy_wm(logp, obs_mask):
 def world_model_weight(returns, r_max):
     """lambda_g = 1 - mean return / R_max of one group: returns [G] -> scalar.  Source: PaW eq. 10."""
     # DEVIATION: clamped to [0, 1]; with the penalty for invalid actions a mean return can be negative.
-    return (1 - returns.mean() / r_max).clamp(0, 1)
+    return (1 - (returns * 1.0).mean() / r_max).clamp(0, 1)
 
 def group_normalize(x, group_ids, scale=None):
     """(x - mean) / (std + 1e-6) in each group (unbiased std), or (x - mean) / scale; exactly 0 where all its values are equal.
@@ -201,7 +200,7 @@ def group_advantages(returns, group_ids, scale=None):
     """
     if group_ids.unique(return_counts=True)[1].min() < 2:
         raise ValueError("a group needs at least 2 episodes: a single one has no advantage")
-    return group_normalize(returns, group_ids, scale)
+    return group_normalize(returns * 1.0, group_ids, scale)
 
 def discounted_returns(rewards, gamma):
     """R_t = sum_{k >= t} gamma^(k-t) r_k of one episode: rewards [T] -> [T]."""
@@ -320,7 +319,7 @@ def load_policy(cfg):
         if kwargs:  # GGUF: the weights are ordinary ones by now, and shall be saved as such
             model.hf_quantizer = None
             model.config.__dict__.pop("quantization_config", None)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"--model {cfg.model}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
     return make_policy(model, tokenizer, cfg)
 
@@ -887,8 +886,9 @@ def main(argv=None):
     for name, value in explicit.items():
         if name not in RESUMABLE and value != state["config"][name]:
             raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")
+    if (there := Path(cfg.run_dir) / "checkpoint.pt").exists() and not there.samefile(path):
+        raise InputError(f"--run_dir {cfg.run_dir}: it already holds another run; name another folder")
     train(cfg, state)
-
 
 if __name__ == "__main__":
     try:

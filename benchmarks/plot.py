@@ -23,6 +23,8 @@ def read_metrics(run_dir):
         raise InputError(f"--plot {run_dir}: it has no readable metrics.jsonl ({error.strerror})") from error
     except ValueError as error:
         raise InputError(f"--plot {run_dir}: its metrics.jsonl is damaged ({error})") from error
+    if not all(isinstance(row, dict) and ("update" in row or "env_steps" in row) for row in rows):
+        raise InputError(f"--plot {run_dir}: its metrics.jsonl is not one of ours")
     if not rows:
         raise InputError(f"--plot {run_dir}: its metrics.jsonl is empty: no update has ended yet")
     return rows

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -421,3 +422,27 @@ def test_two_games_are_learnt():
     policy.model.load_state_dict(start)
     before, after = sum(success[:2]) / 2, sum(success[-5:]) / 5
     assert after > before + .2 and after > .6, success
+
+
+def test_resuming_into_the_folder_of_another_run_is_refused(finished, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "checkpoint.pt").write_bytes(b"another run's")
+    with pytest.raises(paw.InputError, match="another run"):
+        paw.main(["--resume", str(finished / "checkpoint.pt"), "--run_dir", str(other), "--updates", "9"])
+    assert (other / "checkpoint.pt").read_bytes() == b"another run's" and len(list(other.iterdir())) == 1
+
+
+@pytest.mark.parametrize("line", ['{"a": 1}', "3", "[]"])
+def test_plot_refuses_metrics_of_something_else(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(paw.InputError, match="not one of ours"):
+        paw.main(["--plot", str(tmp_path)])
+
+
+def test_a_model_folder_whose_weights_do_not_fit_is_one_line(tmp_path):
+    shutil.copytree(paw.TINY_FOLDER, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(paw.InputError, match="cannot load it"):
+        paw.load_policy(paw.Config(model=str(tmp_path / "m")))
