@@ -8,7 +8,7 @@
     gigpo          --algo gigpo --wm none           the other base algorithm
     gigpo+paw      --algo gigpo                     PaW on GiGPO
 
-Run it (hours on 2 CPU cores; stop it with Ctrl-C and start it again with the same command: it goes on where it was):
+Run it (an hour on 2 CPU cores; stop it with Ctrl-C and start it again with the same command: it goes on where it was):
     python benchmarks/paw_curves.py
 A minute, to see that it works:
     python benchmarks/paw_curves.py --runs runs/try --results runs/try --seeds 2 --updates 2 \
