@@ -22,18 +22,21 @@ import torch
 from torch import Tensor
 
 class Root(NamedTuple):
+    """What the model says of the states to search from."""
     prior_logits: Tensor  # [B, A]
     value: Tensor  # [B]
     embedding: Any  # the model's state: a tensor or nested tuples / dicts of tensors, [B, ...]
 
-class Step(NamedTuple):  # the model's answer to (embedding, action): an edge and the node behind it
+class Step(NamedTuple):
+    """The model's answer to (embedding, action): an edge and the node behind it."""
     reward: Tensor  # [B]
     discount: Tensor  # [B]; 0 = the episode ends here, negative = the other player moves next
     prior_logits: Tensor  # [B, A]
     value: Tensor  # [B]
     embedding: Any  # as in Root
 
-class Tree(NamedTuple):  # node 0 is the root, node i was added by simulation i; int64, with -1 = none, where not said
+class Tree(NamedTuple):
+    """Node 0 is the root, node i was added by simulation i; int64, with -1 = none, where not said."""
     parent: Tensor  # [B, K+1]
     action_from_parent: Tensor  # [B, K+1]
     visits: Tensor  # [B, K+1] N(s), which counts the node's own evaluation
@@ -46,6 +49,7 @@ class Tree(NamedTuple):  # node 0 is the root, node i was added by simulation i;
     children_prior: Tensor  # [B, K+1, A] float, probabilities; the root's with mask and noise
 
 class SearchResult(NamedTuple):
+    """What a search found about its roots, and the whole tree."""
     visit_counts: Tensor  # [B, A] int64, sums to K
     root_value: Tensor  # [B]
     root_q: Tensor  # [B, A], 0 where unvisited
@@ -314,4 +318,4 @@ def _map(function, tree, *more):  # apply `function` to the tensors of nested tu
     if isinstance(tree, dict):
         return {key: _map(function, tree[key], *(other[key] for other in more)) for key in tree}
     leaves = [_map(function, *x) for x in zip(tree, *more, strict=True)]
-    return type(tree)(*leaves) if hasattr(tree, "_fields") else tuple(leaves)
+    return type(tree)(*leaves) if hasattr(tree, "_fields") else tuple(leaves)  # a named tuple stays one

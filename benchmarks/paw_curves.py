@@ -173,13 +173,14 @@ def mean_std(values):
 
 
 def table(data):
-    """paw_curves.md: evaluation before and after, each seed, the difference to the base algorithm, seconds."""
+    """paw_curves.md: evaluation before and after, each seed, the difference to the base algorithm, training success, seconds."""
     some = next(iter(data["arms"].values()))["runs"][0]
     episodes, updates = some["after"]["all"][1], len(some["update"])
     lines = [f"Success in % on {episodes} evaluation episodes before and after {updates} updates, mean ± std over seeds. \"vs base\": the",
              "difference to grpo or gigpo with the same seed. One evaluation of this many episodes has a standard error of up to",
-             f"{50 / max(episodes, 1) ** 0.5:.1f} points by chance alone. Seconds per update: environments, generation, training.", "",
-             "| arm | flags | before | after | each seed | vs base | s per update (env + generate + train) |", "|---|---|---|---|---|---|---|"]
+             f"{50 / max(episodes, 1) ** 0.5:.1f} points by chance alone. Training: success of all training episodes of a run (how fast it learnt), each seed.",
+             "Seconds per update: environments, generation, training.", "",
+             "| arm | flags | before | after | each seed | vs base | training | s per update (env + generate + train) |", "|---|---|---|---|---|---|---|---|"]
     for arm, entry in data["arms"].items():
         runs, base = entry["runs"], data["arms"].get(arm.split("+")[0], {"runs": []})["runs"]
         base_after = {run["seed"]: rate(run, "after") for run in base}
@@ -187,7 +188,8 @@ def table(data):
         phases = [np.mean([np.mean(run[f"seconds_{phase}"]) for run in runs]) for phase in ("env", "generate", "train")]
         cells = [arm, f"`{' '.join(entry['flags'])}`" if entry["flags"] else "", mean_std([rate(run, "before") for run in runs]),
                  mean_std([rate(run, "after") for run in runs]), ", ".join(f"{rate(run, 'after'):.1f}" for run in runs),
-                 mean_std(gains) if gains and "+" in arm else "", f"{sum(phases):.1f} ({' + '.join(f'{p:.1f}' for p in phases)})"]
+                 mean_std(gains) if gains and "+" in arm else "",
+                 ", ".join(f"{100 * np.mean(run['success']):.1f}" for run in runs), f"{sum(phases):.1f} ({' + '.join(f'{p:.1f}' for p in phases)})"]
         lines.append("| " + " | ".join(cells) + " |")
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     return "\n".join(lines + ["", f"Made by `{data['command']}` on {data['date']}; {data['machine']}; {versions}."]) + "\n"

@@ -408,7 +408,7 @@ def test_metrics_that_do_not_come_from_the_loss():
     entropies = [h for t in transitions for h in t.response.entropies]
     assert metrics["entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-6)
     assert metrics["reward"] == pytest.approx((10 + 0 - .1 + 0 + 0 + 9.9) / 6) and metrics["success"] == 1 / 6
-    assert metrics["frac_zero_std"] == 0
+    assert metrics["frac_zero_std"] == 0 and metrics["frac_unsolved"] == 1 / 2
     assert metrics["truncated_frac"] == sum(t.response.truncated for t in transitions) / 18 and metrics["episode_len"] == 3
     best = sorted(range(18), key=lambda n: (-naive_entropy(transitions[n], "sampled"), n))[:14]  # ceil(0.75 * 18)
     probabilities = [p.exp().item() for n in best for p in naive_logps(policy.model, transitions[n])[1]]
