@@ -39,7 +39,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from envs import EnvPool, InputError
+from envs import JERICHO_GAMES, EnvPool, InputError
 from mcts import Root, Step, action_probs, search
 
 # Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, K keys,
@@ -49,7 +49,7 @@ disable_progress_bar()
 HASH_BUCKETS = 8192  # rows of the hash encoder's table
 TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
 # Defaults that differ from BabyAI's.
-PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, max_actions=55, kl_coef=0.01, format_weight=0.5)}
+PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, kl_coef=0.01, format_weight=0.5)}
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm "
          "llm_kl llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
 
@@ -66,7 +66,7 @@ class Config:
     game: str = flag("detective", "Jericho game")
     rom_dir: str = flag("", "folder with Jericho story files; empty = the environment variable JERICHO_ROMS")
     max_steps: int = flag(0, "actions per episode; 0 = the environment's (PZ: BabyAI 20, Jericho 50-500 by game)", low=0)
-    max_actions: int = flag(20, "actions of a state that are kept, the first ones (PZ: BabyAI 20, Jericho 12-55 by game)", low=1)
+    max_actions: int = flag(0, "actions of a state that are kept, the first ones; 0 = PZ's (BabyAI 20, Jericho 12-55 by game)", low=0)
     env_workers: int = flag(0, "environment processes; 0 = step them in this process", low=0)
     env_steps: int = flag(12000, "environment steps of the run (PZ: 50k Jericho, 100k BabyAI)", low=0)
     num_envs: int = flag(16, "environments played side by side", low=1)
@@ -82,7 +82,7 @@ class Config:
     token_budget: int = flag(8192, "padded tokens of one LLM pass; neither scores nor gradients depend on it", low=1)
     mcts: bool = flag(True, "search; off: act from the fused root prior (ablation)")
     num_simulations: int = flag(25, "simulations per step (PZ: 25)", low=1)
-    eval_simulations: int = flag(25, "simulations per step of evaluation (PZ: Jericho 25, BabyAI 50)", low=1)
+    eval_simulations: int = flag(50, "simulations per step of evaluation (PZ: Jericho 25, BabyAI 50)", low=1)
     pb_c_init: float = flag(3.0, "weight of the prior in the search (code: 1.25, where an unvisited action is not the worst)", low=0)
     dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
     temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
@@ -130,6 +130,11 @@ class Config:
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def num_slots(self) -> int:
+        """A, the places in the list of a state's actions."""
+        return self.max_actions or (JERICHO_GAMES.get(self.game, JERICHO_GAMES["other"])[0] if self.env == "jericho" else 20)
 
     @property
     def use_cot(self) -> bool:
@@ -359,8 +364,8 @@ class WorldModel(nn.Module):
         return inverse_value_transform(expected_value(head(x), self.support))
 
     def score(self, x, keys):
-        """Policy logits: outputs [B, D], action keys [B, A, D] -> [B, A]."""
-        return torch.bmm(keys, self.policy(x).unsqueeze(2)).squeeze(2) / math.sqrt(x.shape[-1])
+        """Policy logits: outputs [..., D], action keys [V, D] -> [..., V]."""
+        return self.policy(x) @ keys.T / math.sqrt(x.shape[-1])
 
 def encode_texts(model, bank, *numbers):
     """Latents [..., D] of tensors of text numbers [...]; each text is encoded once."""
@@ -370,44 +375,49 @@ def encode_texts(model, bank, *numbers):
 
 # ---- Search -------------------------------------------------------------------------------------------------------------
 # Real states at which a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A];
-# tokens and policy keys of the list's actions [B, A, D]; past [B, 2C-1, L, 2, D]: keys/values of the history, its length in tokens [B].
-Roots = namedtuple("Roots", "logits value valid tokens keys past lengths")
+# slots [B, A], places of the list's actions among the V known ones; text numbers [V], tokens and policy keys [V, D] of those;
+# past [B, 2C-1, L, 2, D]: keys/values of the history, its length in tokens [B].
+Roots = namedtuple("Roots", "logits value valid slots known tokens keys past lengths")
 
 @torch.no_grad()
-def encode_roots(model, bank, obs, actions, lists):
+def encode_roots(model, bank, obs, actions, lists, known):
     """Encode the last real steps.  Args: text numbers of obs [B, C], of the actions between them [B, C-1], of the valid actions
-    [B, A], each padded with 0 on the right.  Source: PriorZero 3.1 (H = 4 at test time)."""
-    z, a, tokens = encode_texts(model, bank, obs, actions, lists)
+    [B, A], each padded with 0 on the right; of all known actions [V], A zeros and then sorted.  Source: PriorZero 3.1 (H = 4 at test time)."""
+    z, a, tokens = encode_texts(model, bank, obs, actions, known)
     x = torch.stack([z, F.pad(a, (0, 0, 0, 1))], 2).flatten(1, 2)[:, :-1]
     x, past = model.run(x + model.positions[:x.shape[1]])
-    lengths, valid, keys = 2 * (obs > 0).sum(1) - 1, lists > 0, model.action_key(tokens)
+    lengths, valid, keys, slots = 2 * (obs > 0).sum(1) - 1, lists > 0, model.action_key(tokens), torch.searchsorted(known, lists)
     x = x[torch.arange(len(x), device=x.device), lengths - 1]
-    return Roots(model.score(x, keys).masked_fill(~valid, -torch.inf), model.decode(model.value, x), valid, tokens, keys, past, lengths)
+    logits = model.score(x, keys).gather(1, slots).masked_fill(~valid, -torch.inf)
+    return Roots(logits, model.decode(model.value, x), valid, slots, known, tokens, keys, past, lengths)
 
 def imagine(model, roots, path, path_mask, action, gamma):
-    """One imagined step for each row; a node stores the keys/values of its two tokens (its action, its latent) only.
+    """One imagined step for each row; a node stores the keys/values of its two tokens (its action, its latent) and its actions.
+    The list of an imagined state is not known: it gets the A known actions that the policy likes best there.
 
-    Args: path [B, K, 2, L, 2, D]: what the parent, its parent, ..., the root stored; path_mask [B, K]; action [B], a place in
-        the root's list.  Returns: mcts.Step.  Source: PriorZero 3.1, g(z, a) -> (z', r).
+    Args: path (kv [B, K, 2, L, 2, D], slots [B, K, A]): what the parent, its parent, ..., the root stored; path_mask [B, K];
+        action [B], a place in the parent's list.  Returns: mcts.Step.  Source: PriorZero 3.1, g(z, a) -> (z', r).
     """
+    path, slots = path
     context = torch.arange(roots.past.shape[1], device=path.device) < roots.lengths[:, None]
     own = F.pad(path_mask[:, 1:], (0, 1))  # a path ends with the root, whose tokens are in roots.past already
     mask = F.pad(torch.cat([context, own.repeat_interleave(2, 1)], 1), (0, 1), value=True)[:, None, None]  # [B, 1, 1, K + 1]
     past = torch.cat([roots.past, path.flatten(1, 2)], 1)
     position = roots.lengths + 2 * (path_mask.sum(1) - 1)
-    token = roots.tokens[torch.arange(len(action), device=action.device), action]
+    token = F.embedding(slots[:, 0].gather(1, action[:, None])[:, 0], roots.tokens)
     x, kv_action = model.run((token + F.embedding(position, model.positions))[:, None], past, mask)
     reward, latent = model.decode(model.reward, x[:, 0]), model.normalize(model.latent(x[:, 0]))
     past, mask = torch.cat([past, kv_action], 1), F.pad(mask, (0, 1), value=True)
     x, kv_latent = model.run((latent + F.embedding(position + 1, model.positions))[:, None], past, mask)
-    logits, value = model.score(x[:, 0], roots.keys).masked_fill(~roots.valid, -1e9), model.decode(model.value, x[:, 0])
-    return Step(reward, torch.full_like(reward, gamma), logits, value, torch.cat([kv_action, kv_latent], 1))
+    logits, slots = model.score(x[:, 0], roots.keys).masked_fill(roots.known == 0, -1e9).topk(slots.shape[2])
+    return Step(reward, torch.full_like(reward, gamma), logits, model.decode(model.value, x[:, 0]),
+                (torch.cat([kv_action, kv_latent], 1), slots))
 
 def tree_search(model, roots, logits, cfg, num_simulations, noise, generator):
     """MCTS from these roots with `logits` [B, A] as root prior; inner nodes have the world model's prior alone."""
     def recurrent_fn(path, action, mask):
         return imagine(model, roots, path, mask, action, cfg.gamma)
-    root = Root(logits, roots.value, roots.past.new_zeros(len(logits), 2, *roots.past.shape[2:]))
+    root = Root(logits, roots.value, (roots.past.new_zeros(len(logits), 2, *roots.past.shape[2:]), roots.slots))
     max_depth = (2 * cfg.window - 2 * cfg.context + 1) // 2  # deeper, the positions would end
     return search(root, recurrent_fn, num_simulations, valid_mask=roots.valid, max_depth=max_depth, whole_path=True,
                   pb_c_init=cfg.pb_c_init, dirichlet_fraction=cfg.dirichlet_fraction * noise, generator=generator)
@@ -473,17 +483,19 @@ def world_model_losses(model, target, bank, w, cfg):
     names, places = lists.unique(return_inverse=True)
     z, a, tokens = encode_texts(model, bank, w.obs[:, :H], w.action[:, :H], names)
     at_obs, at_action = model(z, a)
-    scores = model.policy(at_obs) @ model.action_key(tokens).T / math.sqrt(cfg.width)  # [B, H, names]
-    logp = scores.gather(2, places).masked_fill(lists == 0, -1e9).log_softmax(-1)
+    scores = model.score(at_obs, model.action_key(tokens)).masked_fill(names == 0, -1e9)  # [B, H, names]
+    own = scores.gather(2, places).masked_fill(lists == 0, -1e9)  # [B, H, A]
+    logp = own.log_softmax(-1)
     predicted = model.normalize(model.latent(at_action))
     terms = {"latent_loss": ((predicted - goals).square().mean(-1) if cfg.latent_norm == "layernorm" else  # or the groups' KL, but for
                              -(goals * (predicted + 1e-6).log()).sum(-1) / (cfg.width / 8), mask),         # the goal's own entropy
+             "valid_loss": (scores.logsumexp(-1) - own.logsumexp(-1), mask),
              "policy_loss": (-(visits * logp).sum(-1), mask), "policy_entropy": (-(logp.exp() * logp).sum(-1), mask),
              "value_loss": (-(two_hot(returns, support) * model.value(at_obs).log_softmax(-1)).sum(-1), value_mask),
              "reward_loss": (-(two_hot(rewards, support) * model.reward(at_action).log_softmax(-1)).sum(-1), mask),
              "clipped_share": (returns.abs() > support[-1], value_mask)}
     terms = {name: (x * where).sum() / where.sum().clamp(min=1) for name, (x, where) in terms.items()}
-    return (10 * terms["latent_loss"] + terms["policy_loss"] + 0.5 * terms["value_loss"] + terms["reward_loss"]
+    return (10 * terms["latent_loss"] + terms["policy_loss"] + terms["valid_loss"] + 0.5 * terms["value_loss"] + terms["reward_loss"]
             - cfg.entropy_weight * terms["policy_entropy"]), terms
 
 def update_world_model(agent):
@@ -506,7 +518,8 @@ def reanalyze(agent, places):
     cfg, back = agent.cfg, agent.replay.data["time"][places].clamp(max=agent.cfg.context - 1)
     w, row = agent.replay.window(places - back, cfg.context), torch.arange(cfg.context, device=places.device)
     lists = w.list[torch.arange(len(places), device=places.device), back]
-    roots = encode_roots(agent.model, agent.bank, w.obs * (row <= back[:, None]), w.action[:, :-1] * (row[:-1] < back[:, None]), lists)
+    roots = encode_roots(agent.model, agent.bank, w.obs * (row <= back[:, None]), w.action[:, :-1] * (row[:-1] < back[:, None]),
+                         lists, agent.known_actions())
     return action_probs(tree_search(agent.model, roots, roots.logits, cfg, cfg.num_simulations, False, None).visit_counts, 1.0)
 
 def optimizer_step(optimizer, parameters, max_norm, name, places):
@@ -697,7 +710,7 @@ class Game:
         self.look(obs, info)
 
     def look(self, obs, info):
-        self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.max_actions], info["won"]
+        self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.num_slots], info["won"]
         self.task_id, self.ret = info["task_id"], sum(s["reward"] for s in self.steps)
         names = self.actions if self.agent.cfg.action_slots == "text" else [f"slot {n}" for n in range(len(self.actions))]
         self.number, *self.list = self.agent.bank([self.obs, *names])
@@ -731,13 +744,15 @@ def decide(agent, games, num_simulations, temperature, noise, generators, llm_on
     cfg, llm, clock = agent.cfg, agent.llm, time.perf_counter()
     recent = [g.steps[max(len(g.steps) - cfg.context + 1, 0):] for g in games]
     numbers = ([[*(s["obs"] for s in r), g.number] for r, g in zip(recent, games)], [[s["action"] for s in r] for r in recent],
-               [g.list for g in games])
-    roots = encode_roots(agent.model, agent.bank, *(pad(rows, agent.device) for rows in numbers))
+               [g.list + [0] * (cfg.num_slots - len(g.list)) for g in games])
+    known = agent.known_actions(*numbers[2])
+    roots = encode_roots(agent.model, agent.bank, *(pad(rows, agent.device) for rows in numbers), known)
     logits, priors, seconds_prior = roots.logits, [None] * len(games), 0.0
     if llm is not None:
         before = time.perf_counter()
         priors = llm_priors(llm, games, cfg, generators["sampling"])
-        scores = pad([[sum(x) / len(x) for x in p["action_logps"]] for p in priors], agent.device, dtype=torch.float32)
+        scores = [[sum(x) / len(x) for x in p["action_logps"]] for p in priors]
+        scores = pad([s + [0.0] * (cfg.num_slots - len(s)) for s in scores], agent.device, dtype=torch.float32)
         alpha = adaptive_alpha(logits.softmax(-1), roots.valid, 0.3, 0.7) if cfg.adaptive_alpha else cfg.alpha
         logits = fuse_root_prior(logits, scores, roots.valid, 1.0 if llm_only else alpha, cfg.prior_temperature)
         seconds_prior = time.perf_counter() - before
@@ -763,6 +778,7 @@ def collect(agent, pool, games, temperature):
     over, figures = play(agent, pool, games, agent.cfg.num_simulations, temperature, True, agent.generators)
     finished = [games[i] for i in over]
     for i, game in zip(over, finished):
+        agent.known = sorted({*agent.known}.union(*(s["list"] for s in game.steps)))
         first = agent.replay.add(game)
         if agent.llm and not agent.cfg.freeze_llm:
             agent.samples += [s["sample"] | {"first": first, "time": t, "serial": agent.replay.count} for t, s in enumerate(game.steps)]
@@ -886,7 +902,7 @@ class Agent:
         groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrices], "weight_decay": 1e-4 * matrices}
                   for matrices in (True, False)]
         self.optimizer = torch.optim.AdamW(groups, lr=cfg.wm_lr, betas=(0.9, 0.95), fused=True)
-        self.replay, self.samples = Replay(cfg.replay_size, cfg.max_actions, self.device), []
+        self.replay, self.samples, self.known = Replay(cfg.replay_size, cfg.num_slots, self.device), [], []
         self.env_steps = self.wm_updates = self.phase_start = self.tasks_begun = 0
         half = torch.bfloat16 if cfg.lora_rank and self.device.type == "cuda" else torch.float32  # frozen weights need no fp32
         self.llm = self.llm_optimizer = None
@@ -896,7 +912,12 @@ class Agent:
             weights = self.llm.trainable().values()
             self.llm_optimizer = torch.optim.AdamW(weights, lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
-PARTS, COUNTERS = ("model", "target", "optimizer"), ("env_steps", "wm_updates", "phase_start", "tasks_begun", "samples")
+    def known_actions(self, *lists):
+        """Text numbers of all actions in finished episodes and in these lists, sorted, behind A zeros: so there are always A."""
+        known = sorted({*self.known}.union(*lists) - {0})
+        return torch.tensor([0] * self.cfg.num_slots + known, device=self.device)
+
+PARTS, COUNTERS = ("model", "target", "optimizer"), ("env_steps", "wm_updates", "phase_start", "tasks_begun", "samples", "known")
 RESUMABLE = {"env_steps", "device", "run_dir", "env_workers", "eval_every", "eval_episodes", "log_every", "save_every", "baseline"}
 
 def save_checkpoint(path, agent, games, results):

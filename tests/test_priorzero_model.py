@@ -38,7 +38,13 @@ def roots_of(agent, histories):
     actions = agent.bank(["press red", "press green", "press blue"])
     obs = pz.pad([agent.bank(o) for o, _ in histories], "cpu")
     taken = pz.pad([agent.bank(a) for _, a in histories], "cpu")
-    return pz.encode_roots(agent.model, agent.bank, obs, taken, torch.tensor([actions] * len(histories)))
+    return pz.encode_roots(agent.model, agent.bank, obs, taken, torch.tensor([actions] * len(histories)), torch.tensor([0, 0, 0, *sorted(actions)]))
+
+
+def path_of(roots, stored):
+    """What the nodes of a path have stored, the parent first: (kv [B, K, 2, L, 2, D], slots [B, K, A]); the root comes last."""
+    root = torch.zeros(len(roots.value), 2, *roots.past.shape[2:]), roots.slots
+    return tuple(torch.stack(parts, 1) for parts in zip(*reversed(stored), root))
 
 
 HISTORIES = [(["one", "two words", "three"], ["press red", "press blue"]), (["alone"], []), (["two", "of them"], ["press green"])]
@@ -50,7 +56,7 @@ def test_the_start_is_neutral(monkeypatch):
     agent = tiny.agent(monkeypatch)
     roots = roots_of(agent, HISTORIES)
     assert roots.logits.abs().max() == 0 and roots.value.abs().max() < 1e-6
-    step = pz.imagine(agent.model, roots, torch.zeros(3, 1, 2, *roots.past.shape[2:]), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
+    step = pz.imagine(agent.model, roots, path_of(roots, []), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
     assert step.reward.abs().max() < 1e-6 and step.value.abs().max() < 1e-6 and (step.discount == 0.9).all()
 
 
@@ -58,25 +64,28 @@ def test_the_start_is_neutral(monkeypatch):
 def test_cached_equals_full_context(alone):
     """Three imagined steps with stored keys/values against one pass over all tokens, rows of different history length."""
     model, roots = alone.model, roots_of(alone, HISTORIES)
-    choices, stored, steps = torch.tensor([[0, 2, 1], [1, 1, 0], [2, 0, 2]]), [], []
+    choices, stored, steps, played = torch.tensor([[0, 2, 1], [1, 1, 0], [2, 0, 2]]), [], [], []
     for depth in range(1, 4):
-        path = torch.stack([*reversed(stored), torch.zeros(3, 2, *roots.past.shape[2:])], 1)  # the parent first, the root last
+        kv, slots = path_of(roots, stored)
+        played.append(slots[:, 0].gather(1, choices[:, depth - 1, None])[:, 0])
         mask = torch.ones(3, depth, dtype=torch.bool)
-        path, mask = (torch.cat([x, torch.full_like(x[:, :1], 7 if x is path else 0)], 1) for x in (path, mask))  # padding may hold anything
-        steps.append(pz.imagine(model, roots, path, mask, choices[:, depth - 1], 0.9))
+        kv, slots, mask = (torch.cat([x, torch.full_like(x[:, :1], n)], 1) for x, n in ((kv, 7), (slots, 1), (mask, 0)))  # padding holds anything
+        steps.append(pz.imagine(model, roots, (kv, slots), mask, choices[:, depth - 1], 0.9))
         stored.append(steps[-1].embedding)
     for row, (obs, taken) in enumerate(HISTORIES):
         z, = pz.encode_texts(model, alone.bank, torch.tensor(alone.bank(obs)))
         a = pz.encode_texts(model, alone.bank, torch.tensor(alone.bank(taken), dtype=torch.long))[0] if taken else z[:0]
         tokens = [t for pair in zip(z, [*a, None]) for t in pair][:-1]
         for depth, step in enumerate(steps):
-            tokens.append(roots.tokens[row, choices[row, depth]])
+            tokens.append(roots.tokens[played[depth][row]])
             x = model.run(torch.stack(tokens)[None] + model.positions[:len(tokens)])[0][0, -1]
             assert torch.allclose(model.decode(model.reward, x), step.reward[row], atol=1e-5)
             tokens.append(model.normalize(model.latent(x)))
             x = model.run(torch.stack(tokens)[None] + model.positions[:len(tokens)])[0][0, -1]
             assert torch.allclose(model.decode(model.value, x), step.value[row], atol=1e-5)
-            assert torch.allclose(model.score(x[None], roots.keys[row:row + 1])[0], step.prior_logits[row], atol=1e-5)
+            scores = model.score(x, roots.keys)
+            assert torch.allclose(scores[3:].sort(descending=True).values, step.prior_logits[row], atol=1e-5)
+            assert torch.allclose(scores[step.embedding[1][row]], step.prior_logits[row], atol=1e-5)  # the actions that these scores belong to
 
 
 @torch.no_grad()
@@ -86,7 +95,7 @@ def test_root_equals_training_forward(alone):
     at_obs, _ = alone.model(z, a)
     roots = roots_of(alone, HISTORIES)
     assert torch.allclose(alone.model.decode(alone.model.value, at_obs[0, 2]), roots.value[0], atol=1e-5)
-    assert torch.allclose(alone.model.score(at_obs[:, 2], roots.keys[:1])[0], roots.logits[0], atol=1e-5)
+    assert torch.allclose(alone.model.score(at_obs[0, 2], roots.keys)[roots.slots[0]], roots.logits[0], atol=1e-5)
 
 
 @torch.no_grad()
@@ -102,7 +111,7 @@ def test_an_action_is_its_text(alone):
     """The same command at another place of the list: its score moves with it."""
     lists = torch.tensor([alone.bank(["press red", "press green"]), alone.bank(["press green", "press red"])])
     obs = torch.tensor([alone.bank(["one"])] * 2)
-    roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists)
+    roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists, torch.tensor([0, 0, *sorted(lists[0].tolist())]))
     assert torch.allclose(roots.logits[0], roots.logits[1].flip(0), atol=1e-6)
 
 
@@ -126,8 +135,7 @@ def test_the_prior_is_injected_at_the_root_only(alone):
                 continue  # at the greatest depth a simulation evaluates an old node again
             stored = []
             for depth, action in enumerate(actions, 1):
-                path = torch.stack([*reversed(stored), torch.zeros(3, 2, *roots.past.shape[2:])], 1)
-                step = pz.imagine(alone.model, roots, path, torch.ones(3, depth, dtype=torch.bool), torch.tensor([action] * 3), 0.97)
+                step = pz.imagine(alone.model, roots, path_of(roots, stored), torch.ones(3, depth, dtype=torch.bool), torch.tensor([action] * 3), 0.97)
                 stored.append(step.embedding)
             assert torch.allclose(tree.children_prior[row, node], step.prior_logits[row].softmax(-1), atol=1e-5)
             checked += 1
@@ -139,11 +147,11 @@ def test_case34_invalid_actions_and_noise(alone):
     actions = alone.bank(["press red", "press green", "press blue"])
     lists = torch.tensor([actions, [actions[0], actions[2], 0]])
     obs = torch.tensor([alone.bank(["one"])] * 2)
-    roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists)
+    roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists, torch.tensor([0, 0, 0, *sorted(actions)]))
     result = pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, True, torch.Generator().manual_seed(0))
     assert (result.visit_counts.sum(1) == 12).all() and result.visit_counts[1, 2] == 0
     prior = result.tree.children_prior[1][result.tree.visits[1] > 0]  # [nodes, A]
-    assert len(prior) > 3 and torch.allclose(prior.sum(-1), torch.ones(len(prior))) and prior[:, 2].max() < 1e-6
+    assert len(prior) > 3 and torch.allclose(prior.sum(-1), torch.ones(len(prior))) and prior[0, 2] == 0
     plain = [pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, False, None).visit_counts for _ in range(2)]
     assert torch.equal(*plain)  # case 56: without noise two searches are the same
 
@@ -255,9 +263,9 @@ def test_one_batch_can_be_learnt(monkeypatch, norm):
     agent = tiny.agent(monkeypatch, latent_norm=norm, wm_lr=5e-3)
     tiny.collected(agent, steps=20)
     w = agent.replay.window(agent.replay.draw(16, agent.generators["replay"]), agent.cfg.window + agent.cfg.td_steps)
-    w.visits[:] = torch.eye(agent.cfg.max_actions)[0] * w.mask[..., None]  # the targets of an untrained search say nothing
+    w.visits[:] = torch.eye(agent.cfg.num_slots)[0] * w.mask[..., None]  # the targets of an untrained search say nothing
     history = []
-    for _ in range(60):
+    for _ in range(80):
         loss, terms = pz.world_model_losses(agent.model, agent.target, agent.bank, w, agent.cfg)
         loss.backward()
         agent.optimizer.step(), agent.optimizer.zero_grad()
@@ -512,7 +520,7 @@ def test_reanalyze_searches_with_the_real_history(alone, monkeypatch):
     monkeypatch.setattr(pz, "encode_roots", lambda *a: seen.append(a[2:]) or encode_roots(*a))
     places = alone.replay.draw(8, torch.Generator().manual_seed(0))
     policies, data = pz.reanalyze(alone, places), alone.replay.data
-    obs, actions, lists = seen[0]
+    obs, actions, lists, _ = seen[0]
     for row, place in enumerate(places.tolist()):
         back = min(int(data["time"][place]), alone.cfg.context - 1)
         assert obs[row].tolist() == data["obs"][place - back:place + 1].tolist() + [0] * (alone.cfg.context - 1 - back)
