@@ -13,20 +13,19 @@ PPO, with the world model's n-step advantage.  No gradient crosses: the LLM shap
     3.3      clipped loss, w_cot, k3 KL                    ppo_loss, token_weights, k3_kl
     table 2  the loop                                      train (decide, collect, learn, train_llm)
 
-On 2 CPU cores, no GPU, no network (a shipped tiny LM as the prior; result and time: README):
+On 2 CPU cores, no GPU, no network, a shipped tiny LM as the prior; and on one GPU with the paper's sizes (results: README):
     python priorzero.py --env babyai
-On one GPU with the paper's sizes (the story file is yours to get; more flags: README):
     python priorzero.py --env jericho --game detective --rom_dir ROMS --model Qwen/Qwen2.5-3B-Instruct --encoder BAAI/bge-base-en-v1.5 \\
         --width 768 --heads 24 --lora_rank 32 --llm_lr 1e-6 --wm_updates 2000 --llm_updates 200 --llm_batch 128 --env_steps 50000
 
 DEVIATION: an action is its TEXT, not its place in the list.  In these games place i means another command in every state, so an
-action token embeds the command, and the policy scores the commands of the state's own list (imagined states: of the root's list).
-`--action_slots index` is the public code's way.
+action token embeds the command, and the policy scores the commands of the state's own list.  An imagined state, whose list nobody
+knows, has the A likeliest of all known commands; `valid_loss` teaches the policy which those are.  `--action_slots index` is the
+public code's way.
 """
 
-import argparse, copy, dataclasses, difflib, importlib, json, math, os, random, re, signal, sys, time, zlib
+import argparse, copy, dataclasses, importlib, json, math, os, random, re, signal, sys, time, zlib
 from collections import namedtuple
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -40,25 +39,22 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from envs import JERICHO_GAMES, EnvPool, InputError
-from mcts import Root, Step, action_probs, search
+from mcts import Root, Step, action_probs, add_root_noise, search, visit_entropy
 
-# Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, K keys,
-# D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
-
+# Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, V known actions,
+# K keys, D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
 disable_progress_bar()
-HASH_BUCKETS = 8192  # rows of the hash encoder's table
-TINY_FOLDER = Path(__file__).parent / "tiny_lm_babyai"
-# Defaults that differ from BabyAI's.
-PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, kl_coef=0.01, format_weight=0.5)}
-SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy prior_entropy wm_grad_norm "
-         "llm_kl llm_clip_frac search_ms prior_ms update_ms eval_return eval_solved").split()
+HASH_BUCKETS, TINY_FOLDER = 8192, Path(__file__).parent / "tiny_lm_babyai"  # rows of the hash encoder's table; the shipped LM
+PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, kl_coef=0.01, format_weight=0.5)}  # not BabyAI's
+SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy llm_kl llm_clip_frac search_ms "
+         "prior_ms update_ms eval_return eval_solved").split()
 
 # ---- Settings -----------------------------------------------------------------------------------------------------------
-def flag(default, help, choices=None, low=None, high=None):
+def flag(default, help, choices=None, low=-math.inf, high=math.inf):
     """A Config field: its default, one line of help (meaning, unit, origin), and its choices or its range."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     """Every setting, once; each becomes a command-line flag.  Defaults fit 2 CPU cores; PZ: the paper's value, code: its public code's."""
     env: str = flag("babyai", "environment", ("babyai", "jericho"))
@@ -87,6 +83,7 @@ class Config:
     dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
     temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
     final_temperature: float = flag(0.25, "the same from half of the run on (code: 0.25 always)", low=0)
+    greedy_share: float = flag(0.25, "share of environments that play greedily, as evaluation does, from half of the run on (ours)", low=0, high=1)
     gamma: float = flag(0.97, "discount per step (Jericho: 0.95; PZ: 0.997, where idling costs too little to be seen)", low=0, high=1)
     encoder: str = flag("hash", "text encoder: hash (trained), or a frozen Hugging Face encoder by name or folder (PZ: BGE-base)")
     action_slots: str = flag("text", "what an action token embeds: text or index (its place in the list)", ("text", "index"))
@@ -132,16 +129,14 @@ class Config:
         return torch.device(self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
     @property
-    def num_slots(self) -> int:
-        """A, the places in the list of a state's actions."""
+    def num_slots(self) -> int:  # A, the places in the list of a state's actions
         return self.max_actions or (JERICHO_GAMES.get(self.game, JERICHO_GAMES["other"])[0] if self.env == "jericho" else 20)
 
     @property
     def use_cot(self) -> bool:
         return self.cot and self.model != "tiny"
 
-    def env_options(self, evaluation: bool) -> dict:
-        """Keyword arguments of make_env for this run's environment."""
+    def env_options(self, evaluation: bool) -> dict:  # keyword arguments of make_env
         if self.env == "jericho":
             return dict(game=self.game, rom_dir=self.rom_dir or None, max_steps=self.max_steps or None)
         return dict(level=self.level, split="valid_unseen" if evaluation else "train", max_steps=self.max_steps or 20)
@@ -151,16 +146,12 @@ class Config:
         for f in dataclasses.fields(self):
             value, choices, low, high = getattr(self, f.name), *(f.metadata[k] for k in ("choices", "low", "high"))
             if choices and value not in choices:
-                near = difflib.get_close_matches(str(value), choices, 1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                raise InputError(f"--{f.name} {value}: choose one of {', '.join(choices)}{hint}")
-            low, high = -math.inf if low is None else low, math.inf if high is None else high
+                raise InputError(f"--{f.name} {value}: choose one of {', '.join(choices)}")
             if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
                 raise InputError(f"--{f.name} {value}: must lie between {low} and {high}")
         for name, ok, allowed in (
                 ("width", self.width % math.lcm(8, self.heads) == 0, "must be a multiple of 8 and of --heads"),
-                ("td_steps", self.td_steps < self.window, "must be less than --window"),
-                ("context", self.context < self.window, "must be less than --window"),
+                ("window", self.window > max(self.td_steps, self.context), "must be greater than --td_steps and --context"),
                 ("model", self.env == "babyai" or self.model != "tiny" or not self.alpha, "knows BabyAI only; name an LM, or --alpha 0"),
                 ("device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "choose one of auto, cpu, cuda, cuda:N"),
                 ("device", "cuda" not in self.device or torch.cuda.is_available(), "there is no usable CUDA device; use --device cpu")):
@@ -173,10 +164,7 @@ def simnorm(x, group):
     return x.unflatten(-1, (-1, group)).softmax(-1).flatten(-2)
 
 def value_transform(x):
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x, elementwise: game units -> h-space.  Source: MuZero, appendix F.
-    >>> value_transform(torch.tensor([1., 10.]))
-    tensor([0.4152, 2.3266])
-    """
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x, elementwise: game units -> h-space.  Source: MuZero, appendix F."""
     return x.sign() * ((x.abs() + 1).sqrt() - 1) + 0.001 * x
 
 def inverse_value_transform(y):
@@ -186,10 +174,7 @@ def inverse_value_transform(y):
 
 def two_hot(x, support):
     """Weights on the two bins next to x, with mean x: [...] -> [..., M], rows sum to 1; beyond the ends: the end bin.
-    Args: x in the support's units (h-space here); support [M], ascending in steps of 1.  Source: UniZero 3.2; MuZero, appendix F.
-    >>> two_hot(torch.tensor([1.25]), torch.arange(4.))
-    tensor([[0.0000, 0.7500, 0.2500, 0.0000]])
-    """
+    Args: x in the support's units (h-space here); support [M], ascending in steps of 1.  Source: UniZero 3.2; MuZero, appendix F."""
     return (1 - (x.clamp(support[0], support[-1]).unsqueeze(-1) - support).abs()).clamp(min=0)
 
 def expected_value(logits, support):
@@ -198,7 +183,6 @@ def expected_value(logits, support):
 
 def n_step_targets(rewards, values, terminated, truncated, gamma, n):
     """Q_n(t) = sum_{i < n} gamma^i r_{t+i} + gamma^n v_{t+n}, which never looks beyond an episode's end.
-
     Args: rewards [..., T] game units; values [..., T+1], v(o_t); terminated, truncated bool [..., T]: step t ends its episode,
         and then v(o_{t+1}) counts as 0, or takes the place of all that would come.  T may end in the middle of an episode.
     Returns: [..., T].  Source: PriorZero 3.3, MuZero eq. 3.
@@ -213,10 +197,8 @@ def n_step_targets(rewards, values, terminated, truncated, gamma, n):
 
 def fuse_root_prior(wm_logits, llm_scores, valid_mask, alpha, temperature):
     """Root logits log((1 - alpha) pi_WM + alpha pi_LLM + 1e-8); both are masked first, then normalised over the valid actions.
-
     Args: wm_logits, llm_scores (mean log-probability per token), valid_mask, all [B, A]; alpha in [0, 1], a number or [B];
-        temperature of the scores.  Returns: [B, A], -inf where invalid.  Source: PriorZero 3.2.
-    """
+        temperature of the scores.  Returns: [B, A], -inf where invalid.  Source: PriorZero 3.2."""
     alpha, invalid = torch.as_tensor(alpha, dtype=wm_logits.dtype, device=wm_logits.device).view(-1, 1), ~valid_mask.bool()
     wm = wm_logits.masked_fill(invalid, -torch.inf).softmax(-1)
     llm = (llm_scores / temperature).masked_fill(invalid, -torch.inf).softmax(-1)
@@ -248,11 +230,9 @@ def k3_kl(logp, ref_logp):
 
 def ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, clip, kl_coef, num_tokens=None):
     """Clipped surrogate, each token weighted, plus kl_coef times the k3 KL; the ratio itself is not weighted.
-
     Args: logp, old_logp (at rollout), ref_logp [B, S]; advantage [B]; weights [B, S] from token_weights; mask [B, S], 1 = token
         of the LLM; num_tokens: the denominator, the tokens of the WHOLE batch where this is a part of it (default: of mask).
-    Returns: scalar, 0 for an empty mask.  Source: PriorZero 3.3.
-    """
+    Returns: scalar, 0 for an empty mask.  Source: PriorZero 3.3."""
     logp, old_logp, ref_logp = (torch.where(mask.bool(), x, 0.0) for x in (logp, old_logp, ref_logp))
     ratio, a = (logp - old_logp).exp(), advantage[:, None]
     surrogate = -torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a) * weights
@@ -260,10 +240,7 @@ def ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, clip, kl_coef, 
     return total / torch.as_tensor(mask.sum() if num_tokens is None else num_tokens).clamp(min=1)
 
 def format_ok(text):
-    """Whether an answer is exactly one "Reasoning:", at its start, followed by exactly one "Action:" line.  Source: PriorZero 3.2.
-    >>> format_ok("Reasoning: a door is ahead\\nAction: open door"), format_ok("Action: open door")
-    (True, False)
-    """
+    """Whether an answer is exactly one "Reasoning:", at its start, followed by exactly one "Action:" line.  Source: PriorZero 3.2."""
     counts = text.count("Reasoning:"), len(re.findall(r"^Action:", text, re.M))
     return counts == (1, 1) and re.fullmatch(r"\s*Reasoning:.*\nAction:[^\n]*\S[^\n]*\s*", text, re.S) is not None
 
@@ -328,10 +305,10 @@ class WorldModel(nn.Module):
     """UniZero: tokens z_0 a_0 z_1 a_1 ...; the output at z_t gives policy and value, that at a_t reward and the next latent."""
     def __init__(self, cfg, feature_width):
         super().__init__()
-        D, self.hashed, self.latent_norm = cfg.width, cfg.encoder == "hash", cfg.latent_norm
+        D, self.hashed = cfg.width, cfg.encoder == "hash"
+        self.normalize = nn.LayerNorm(D) if cfg.latent_norm == "layernorm" else lambda x: simnorm(x, 8)
         self.table = nn.Embedding(HASH_BUCKETS, D) if self.hashed else nn.Linear(feature_width, D)
-        self.norm_in, self.action_key = nn.LayerNorm(D), nn.Linear(D, D)
-        self.positions = nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
+        self.action_key, self.positions = nn.Linear(D, D), nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
         self.register_buffer("support", torch.arange(-50.0, 51.0))  # in h-space
         self.policy, self.value, self.reward, self.latent = (make_head(D, out) for out in (D, 101, 101, D))
@@ -341,9 +318,6 @@ class WorldModel(nn.Module):
         """What the bank keeps of texts [N, ...] -> normalised latents [N, D]."""
         return self.normalize(F.embedding_bag(features, self.table.weight, mode="mean", padding_idx=0) if self.hashed
                               else self.table(features))
-
-    def normalize(self, x):
-        return simnorm(x, 8) if self.latent_norm == "simnorm" else self.norm_in(x)
 
     def run(self, x, past=None, mask=None):
         """Tokens x [B, T, D] behind stored ones, past [B, K, L, 2, D].  Returns outputs and own keys/values [B, T, L, 2, D]."""
@@ -355,8 +329,7 @@ class WorldModel(nn.Module):
 
     def forward(self, latents, actions):
         """Latents and actions [B, H, D] -> outputs at latents, outputs at actions, [B, H, D] each.  Source: PriorZero 3.1."""
-        x = torch.stack([latents, actions], 2).flatten(1, 2) + self.positions[:2 * latents.shape[1]]
-        x = self.run(x)[0]
+        x = self.run(torch.stack([latents, actions], 2).flatten(1, 2) + self.positions[:2 * latents.shape[1]])[0]
         return x[:, 0::2], x[:, 1::2]
 
     def decode(self, head, x):
@@ -374,9 +347,8 @@ def encode_texts(model, bank, *numbers):
     return [F.embedding(part.view(n.shape), table) for part, n in zip(inverse.split([n.numel() for n in numbers]), numbers)]
 
 # ---- Search -------------------------------------------------------------------------------------------------------------
-# Real states at which a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A];
-# slots [B, A], places of the list's actions among the V known ones; text numbers [V], tokens and policy keys [V, D] of those;
-# past [B, 2C-1, L, 2, D]: keys/values of the history, its length in tokens [B].
+# Where a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A]; slots [B, A], places
+# of the list's actions among the known ones; text numbers [V], tokens and keys [V, D] of those; past [B, 2C-1, L, 2, D], lengths [B] in tokens.
 Roots = namedtuple("Roots", "logits value valid slots known tokens keys past lengths")
 
 @torch.no_grad()
@@ -394,10 +366,8 @@ def encode_roots(model, bank, obs, actions, lists, known):
 def imagine(model, roots, path, path_mask, action, gamma):
     """One imagined step for each row; a node stores the keys/values of its two tokens (its action, its latent) and its actions.
     The list of an imagined state is not known: it gets the A known actions that the policy likes best there.
-
     Args: path (kv [B, K, 2, L, 2, D], slots [B, K, A]): what the parent, its parent, ..., the root stored; path_mask [B, K];
-        action [B], a place in the parent's list.  Returns: mcts.Step.  Source: PriorZero 3.1, g(z, a) -> (z', r).
-    """
+        action [B], a place in the parent's list.  Returns: mcts.Step.  Source: PriorZero 3.1, g(z, a) -> (z', r)."""
     path, slots = path
     context = torch.arange(roots.past.shape[1], device=path.device) < roots.lengths[:, None]
     own = F.pad(path_mask[:, 1:], (0, 1))  # a path ends with the root, whose tokens are in roots.past already
@@ -413,19 +383,17 @@ def imagine(model, roots, path, path_mask, action, gamma):
     return Step(reward, torch.full_like(reward, gamma), logits, model.decode(model.value, x[:, 0]),
                 (torch.cat([kv_action, kv_latent], 1), slots))
 
-def tree_search(model, roots, logits, cfg, num_simulations, noise, generator):
+def tree_search(model, roots, logits, cfg, num_simulations):
     """MCTS from these roots with `logits` [B, A] as root prior; inner nodes have the world model's prior alone."""
-    def recurrent_fn(path, action, mask):
-        return imagine(model, roots, path, mask, action, cfg.gamma)
     root = Root(logits, roots.value, (roots.past.new_zeros(len(logits), 2, *roots.past.shape[2:]), roots.slots))
     max_depth = (2 * cfg.window - 2 * cfg.context + 1) // 2  # deeper, the positions would end
-    return search(root, recurrent_fn, num_simulations, valid_mask=roots.valid, max_depth=max_depth, whole_path=True,
-                  pb_c_init=cfg.pb_c_init, dirichlet_fraction=cfg.dirichlet_fraction * noise, generator=generator)
+    return search(root, lambda path, action, mask: imagine(model, roots, path, mask, action, cfg.gamma), num_simulations,
+                  valid_mask=roots.valid, max_depth=max_depth, whole_path=True, pb_c_init=cfg.pb_c_init)
 
 # ---- Replay and the world model's update --------------------------------------------------------------------------------
 # B windows of W steps: text numbers obs, action [B, W] and list [B, W, A] (the valid actions, 0 = padding), the search's policy visits
-# [B, W, A], reward, terminated (also at the observation behind the last step), truncated, mask [B, W] (1 = an action was taken here).
-# Steps behind an episode's end repeat its last observation and are masked.
+# [B, W, A], reward, terminated (also at the observation behind the last step), truncated, mask [B, W] (1 = an action was taken here;
+# behind an episode's end its last observation is repeated).
 Window = namedtuple("Window", "obs action list visits reward terminated truncated mask")
 
 class Replay:
@@ -440,9 +408,9 @@ class Replay:
         """Store a finished Game; returns its first place.  `end`: its last place, `time` counts its steps, `serial` numbers the games."""
         T, (size, width) = len(game.steps), self.data["list"].shape
         first, self.count, self.starts = self.write if self.write + T < size else 0, self.count + 1, None
-        last = {"obs": game.number, "action": 0, "reward": 0.0, "list": [], "visits": []}
-        columns = {name: [step[name] for step in game.steps] + [value] for name, value in last.items()}
-        columns |= {name: [(row + [0] * width)[:width] for row in columns[name]] for name in ("list", "visits")}
+        steps = [*game.steps, {"obs": game.number, "action": 0, "reward": 0.0, "list": [], "visits": []}]
+        columns = {name: [step[name] for step in steps] for name in ("obs", "action", "reward")}
+        columns |= {name: [step[name] + [0] * (width - len(step[name])) for step in steps] for name in ("list", "visits")}
         columns |= {"terminated": [False] * (T - 1) + [game.terminated] * 2, "truncated": [False] * (T - 1) + [not game.terminated, False],
                     "end": [first + T] * (T + 1), "time": list(range(T + 1)), "serial": [self.count] * (T + 1)}
         for name, values in columns.items():
@@ -473,7 +441,8 @@ def target_values(target, bank, w, cfg):
 
 def world_model_losses(model, target, bank, w, cfg):
     """Loss of a Window of H + n steps, and its terms, each a mean over valid steps: 10 latent + 1 policy (cross-entropy to the visits,
-    with an entropy bonus) + 0.5 value + 1 reward; `clipped_share`: values beyond the support.  Source: PriorZero 3.1, UniZero eq. 5."""
+    with an entropy bonus) + 0.5 value + 1 reward, and ours, 1 valid: -log of the policy's mass on valid ones among all actions of the
+    batch.  `clipped_share`: values beyond the support.  Source: PriorZero 3.1, UniZero eq. 5."""
     H, support = cfg.window, model.support
     values, goals = target_values(target, bank, w, cfg)
     returns = n_step_targets(w.reward[:, :-1], values, w.terminated[:, :-1], w.truncated[:, :-1], cfg.gamma, cfg.td_steps)[:, :H]
@@ -520,7 +489,7 @@ def reanalyze(agent, places):
     lists = w.list[torch.arange(len(places), device=places.device), back]
     roots = encode_roots(agent.model, agent.bank, w.obs * (row <= back[:, None]), w.action[:, :-1] * (row[:-1] < back[:, None]),
                          lists, agent.known_actions())
-    return action_probs(tree_search(agent.model, roots, roots.logits, cfg, cfg.num_simulations, False, None).visit_counts, 1.0)
+    return action_probs(tree_search(agent.model, roots, roots.logits, cfg, cfg.num_simulations).visit_counts, 1.0)
 
 def optimizer_step(optimizer, parameters, max_norm, name, places):
     """Clip the gradient and step; a non-finite gradient raises before anything changes.  Returns the norm."""
@@ -568,48 +537,38 @@ class LanguageModel:
     def __init__(self, tokenizer, model, cfg):
         if model.config.to_dict().get("final_logit_softcapping"):
             raise InputError(f"--model {cfg.model}: models with logit soft-capping (Gemma 2) are not supported")
-        if tokenizer.pad_token_id is None:  # any existing id will do: every mask here comes from lengths, never from ids
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-            print(f"the tokenizer has no pad token: padding with {tokenizer.pad_token!r}")
-        for module in model.modules():  # no dropout: rollout and update must see the same function (first ratio exactly 1)
-            for name in [n for n in vars(module) if n.endswith("dropout") or (n == "p" and isinstance(module, nn.Dropout))]:
-                setattr(module, name, 0.0)
         if cfg.lora_rank:
             model.requires_grad_(False)
             for name, module in list(model.named_modules()):
                 if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
                     parent, _, child = name.rpartition(".")
                     setattr(model.get_submodule(parent), child, LoRALinear(module, cfg.lora_rank))
+        # eval() for good, no dropout: rollout and update must see the same function (first ratio exactly 1).
         self.model, self.tokenizer, self.device = model.eval().to(cfg.torch_device), tokenizer, cfg.torch_device
         self.token_budget, self.version, self.cache = cfg.token_budget, 0, {}
         self.start = {name: p.detach().clone() for name, p in self.trainable().items()}
 
     def trainable(self):
-        """{name: parameter} of what is trained."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def swap_start(self):
-        """Exchange the trained weights with their frozen start, in place."""
+    def swap_start(self):  # exchange the trained weights with their frozen start
         for name, p in self.trainable().items():
             p.data, self.start[name] = self.start[name], p.data
 
     def ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def answer_ids(self, action):
-        """The tokens of " <action><eos>": tokenised alone, so that the same tokens are scored, stored and trained."""
+    def answer_ids(self, action):  # tokenised alone, so that the same tokens are scored, stored and trained
         return self.ids(f" {action}") + [self.tokenizer.eos_token_id]
 
     def hidden(self, ids, mask, cache=None, keep=False, positions=None):
-        """Last hidden states [B, T, D], and the cache, which is new if `keep` and none is given.  Positions do not count padding: mask
-        [0,0,1,1,1] -> [0,0,0,1,2]."""
+        """Last hidden states [B, T, D], and the cache, new if `keep` and none is given.  Positions: mask [0,0,1,1,1] -> [0,0,0,1,2]."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:] if positions is None else positions
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             out = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=keep)
         return out.last_hidden_state, out.cache
 
-    def log_probs(self, hidden):
-        """fp32 log-probabilities of the next token: [..., D] -> [..., V]."""
+    def log_probs(self, hidden):  # of the next token, fp32: [..., D] -> [..., V]
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
@@ -643,9 +602,8 @@ Reasoning: <a neutral analysis of the situation: where you are, what is in reach
 Action: <one of the valid actions, copied exactly>"""
 
 def encode_prompt(llm, cfg, obs, actions, history):
-    """Token ids of a prompt: role, history of (observation, action, reward), observation, valid actions, format; in the chat template
-    where there is one.  Over max_prompt_len the oldest history goes first.  Source: PriorZero 3.2.
-    The tiny LM reads its own short form: the last two actions and the observation."""
+    """Token ids: role, history of (observation, action, reward), observation, valid actions, format; in the chat template, if any.  Over
+    max_prompt_len the oldest history goes first.  The tiny LM reads the last two actions and the observation.  Source: PriorZero 3.2."""
     if cfg.model == "tiny":
         return llm.ids(f"Did: {', '.join(a for _, a, _ in history[-2:]) or 'nothing'}. {obs}")[-cfg.max_prompt_len:]
     for first in range(max(len(history) - cfg.history_len, 0), len(history) + 1):
@@ -664,9 +622,7 @@ def encode_prompt(llm, cfg, obs, actions, history):
 def generate_analyses(llm, prompts, cfg, generator):
     """What stands between each prompt (token ids) and the action: "Action:" alone, or with --cot an analysis, sampled at temperature 1
     up to a blank line or EOS.  Its text from the first "Action:" on is cut off: actions are scored, not parsed.  Source: PriorZero 3.2.
-
-    Returns dicts: ids, which end in "Action:"; logps at rollout; written, 1 = token of the LLM; format_ok.
-    """
+    Returns dicts: ids, which end in "Action:"; logps at rollout; written, 1 = token of the LLM; format_ok."""
     if not cfg.use_cot:
         label = llm.ids("Action:")
         return [{"ids": label, "logps": [0.0] * len(label), "written": [0] * len(label), "format_ok": True} for _ in prompts]
@@ -683,22 +639,18 @@ def generate_analyses(llm, prompts, cfg, generator):
 
 def cut_analysis(llm, ids, logps):
     """The dict of generate_analyses for one row of sampled tokens."""
-    def first(found):
-        return next((n for n in range(1, len(ids) + 1) if found(llm.tokenizer.decode(ids[:n]))), len(ids))
     ids = ids[:ids.index(llm.tokenizer.eos_token_id)] if llm.tokenizer.eos_token_id in ids else ids
-    ids = ids[:first(lambda text: "\n\n" in text.lstrip())]
-    good, ids = format_ok(llm.tokenizer.decode(ids)), ids[:first(lambda text: "Action:" in text)]
-    added = [] if "Action:" in llm.tokenizer.decode(ids) else llm.ids("\nAction:")
+    texts = [llm.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+    end = next((n for n, text in enumerate(texts) if "\n\n" in text.lstrip()), len(ids))
+    ids = ids[:next((n for n, text in enumerate(texts[:end]) if "Action:" in text), end)]
+    added = [] if "Action:" in texts[len(ids)] else llm.ids("\nAction:")
     return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added),
-            "format_ok": good}
+            "format_ok": format_ok(texts[end])}
 
 def action_scores(model, prompts, analyses, actions):
     """s(a) = mean over the tokens of " <action><eos>" of log p(token | prompt, analysis, tokens before).  Source: PriorZero 3.2.
-    The keys and values of prompt and analysis are computed once, for all actions (LanguageModel.action_logps).
-
     Args: model, a LanguageModel; prompts, analyses: a text or token ids for each row; actions: a list of texts for each row.
-    Returns: a list of tensors [A_i], natural logarithm.
-    """
+    Returns: a list of tensors [A_i], natural logarithm."""
     contexts = [sum(((x if isinstance(x, list) else model.ids(x)) for x in pair), []) for pair in zip(prompts, analyses)]
     return [torch.tensor([sum(x) / len(x) for x in row]) for row in model.action_logps(contexts, actions)]
 
@@ -725,57 +677,57 @@ class Game:
         return self.terminated or truncated
 
 def llm_priors(llm, games, cfg, generator):
-    """The LLM's view of each game, a dict: prompt (token ids), what generate_analyses returns, action_logps (for each action a list).
-    Equal prompts are computed once per LLM version."""
+    """For each game a dict: prompt, what generate_analyses gives, action_logps.  Equal prompts are computed once per LLM version."""
     keys = [(tuple(encode_prompt(llm, cfg, g.obs, g.actions, [(s["text"], s["command"], s["reward"]) for s in g.steps])), *g.actions)
             for g in games]
     if new := [key for key in dict.fromkeys(keys) if key not in llm.cache]:
         prompts = [list(key[0]) for key in new]
         analyses = generate_analyses(llm, prompts, cfg, generator)
         logps = llm.action_logps([p + a["ids"] for p, a in zip(prompts, analyses)], [key[1:] for key in new])
-        rows = zip(new, prompts, analyses, logps)
-        llm.cache |= {key: {"prompt": p, "version": llm.version, **a, "action_logps": x} for key, p, a, x in rows}
+        llm.cache |= {key: {"prompt": p, "version": llm.version, **a, "action_logps": x}
+                      for key, p, a, x in zip(new, prompts, analyses, logps)}
     return [llm.cache[key] for key in keys]
 
 @torch.no_grad()
-def decide(agent, games, num_simulations, temperature, noise, generators, llm_only=False):
-    """Choose an action in every game: LLM prior, fusion at the root, search.  Source: PriorZero table 2.
-    Returns lists (places of the actions, policies, priors) and figures, tensors."""
+def decide(agent, games, num_simulations, temperature, num_greedy, generators, llm_only=False):
+    """LLM prior, fusion at the root, search (PriorZero table 2); the first `num_greedy` games without noise and temperature.
+    Returns lists, places of actions, policies, priors; and figures."""
     cfg, llm, clock = agent.cfg, agent.llm, time.perf_counter()
     recent = [g.steps[max(len(g.steps) - cfg.context + 1, 0):] for g in games]
     numbers = ([[*(s["obs"] for s in r), g.number] for r, g in zip(recent, games)], [[s["action"] for s in r] for r in recent],
                [g.list + [0] * (cfg.num_slots - len(g.list)) for g in games])
-    known = agent.known_actions(*numbers[2])
-    roots = encode_roots(agent.model, agent.bank, *(pad(rows, agent.device) for rows in numbers), known)
+    roots = encode_roots(agent.model, agent.bank, *(pad(rows, agent.device) for rows in numbers), agent.known_actions(*numbers[2]))
     logits, priors, seconds_prior = roots.logits, [None] * len(games), 0.0
     if llm is not None:
-        before = time.perf_counter()
-        priors = llm_priors(llm, games, cfg, generators["sampling"])
+        before, priors = time.perf_counter(), llm_priors(llm, games, cfg, generators["sampling"])
         scores = [[sum(x) / len(x) for x in p["action_logps"]] for p in priors]
         scores = pad([s + [0.0] * (cfg.num_slots - len(s)) for s in scores], agent.device, dtype=torch.float32)
         alpha = adaptive_alpha(logits.softmax(-1), roots.valid, 0.3, 0.7) if cfg.adaptive_alpha else cfg.alpha
         logits = fuse_root_prior(logits, scores, roots.valid, 1.0 if llm_only else alpha, cfg.prior_temperature)
         seconds_prior = time.perf_counter() - before
-    policy = root_prior = logits.softmax(-1)
+    policy, greedy = logits.softmax(-1), torch.arange(len(games), device=agent.device) < num_greedy
+    noisy = add_root_noise(policy, roots.valid, 0.3, cfg.dirichlet_fraction, generators["search"])
+    visits = policy = torch.where(greedy[:, None], policy, noisy)
     if cfg.mcts and not llm_only:
-        policy = tree_search(agent.model, roots, logits, cfg, num_simulations, noise, generators["search"]).visit_counts
-    slots = torch.multinomial(action_probs(policy, temperature), 1, generator=generators["search"])[:, 0]
-    policy, entropy = action_probs(policy, 1.0), lambda p: torch.special.entr(p).sum(-1)
-    return slots.tolist(), policy.tolist(), priors, {
-        "visit_entropy": entropy(policy), "prior_entropy": entropy(root_prior), "root_value": roots.value,
+        visits = tree_search(agent.model, roots, policy.clamp(min=1e-12).log(), cfg, num_simulations).visit_counts
+    slots = torch.multinomial(action_probs(visits, temperature), 1, generator=generators["search"])[:, 0]
+    slots = torch.where(greedy, visits.argmax(1), slots)
+    return slots.tolist(), action_probs(visits, 1.0).tolist(), priors, {
+        "visit_entropy": visit_entropy(visits), "prior_entropy": visit_entropy(policy), "root_value": roots.value,
         "prior_ms": 1e3 * seconds_prior / len(games), "search_ms": 1e3 * (time.perf_counter() - clock - seconds_prior) / len(games)}
 
 def play(agent, pool, games, *how):
     """One step in every game (a dict by environment).  Returns (environments whose episode is over, figures)."""
     *decisions, figures = decide(agent, list(games.values()), *how)
-    clock = time.perf_counter()
-    results = pool.step(list(games), [g.actions[k] for g, k in zip(games.values(), decisions[0])])
-    figures["env_ms"] = 1e3 * (time.perf_counter() - clock) / len(games)
+    results = pool.step(list(games), [game.actions[slot] for game, slot in zip(games.values(), decisions[0])])
     return [i for i, *step in zip(games, *decisions, results) if games[i].record(*step)], figures
 
-def collect(agent, pool, games, temperature):
+def collect(agent, pool, games):
     """One step of every environment; finished games go to the replay and are returned, with figures."""
-    over, figures = play(agent, pool, games, agent.cfg.num_simulations, temperature, True, agent.generators)
+    cfg, cooled = agent.cfg, min(1.0, 2 * agent.env_steps / agent.cfg.env_steps)
+    temperature = cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature)
+    num_greedy = round(cfg.greedy_share * cfg.num_envs) if cooled == 1 else 0
+    over, figures = play(agent, pool, games, cfg.num_simulations, temperature, num_greedy, agent.generators)
     finished = [games[i] for i in over]
     for i, game in zip(over, finished):
         agent.known = sorted({*agent.known}.union(*(s["list"] for s in game.steps)))
@@ -800,7 +752,7 @@ def evaluate(agent, pool, llm_only=False):
     while waiting or games:
         for i in [i for i in range(cfg.num_envs) if i not in games][:len(waiting)]:
             games[i] = Game(agent, waiting[0], *pool.reset([i], [waiting.pop(0)])[0])
-        over, _ = play(agent, pool, games, cfg.eval_simulations, 0.0, False, generators, llm_only)
+        over, _ = play(agent, pool, games, cfg.eval_simulations, 1.0, len(games), generators, llm_only)
         played += [games.pop(i) for i in over]
     figures = np.array([(g.ret, g.won, len(g.steps)) for g in played])
     return dict(zip(("return", "solved", "length"), figures.mean(0).tolist()), episodes=len(played)) if played else {}
@@ -846,8 +798,8 @@ def backward_llm(agent, samples, advantages):
         logp, mask = response_logps(llm, part), cot_mask + action_mask
         if cfg.loss == "sft":  # with ratio 1 and advantage 1 the gradient is that of -log p of what search chose
             old_logp, advantage = logp.detach(), torch.ones_like(advantage)
-        loss = ppo_loss(logp, old_logp, ref_logp, advantage, token_weights(cot_mask, action_mask, cfg.w_cot), mask, cfg.clip,
-                        cfg.kl_coef, num_tokens)
+        weights = token_weights(cot_mask, action_mask, cfg.w_cot)
+        loss = ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, cfg.clip, cfg.kl_coef, num_tokens)
         loss.backward()
         logp = logp.detach()
         change = ((logp - old_logp) * mask).expm1()  # ratio - 1
@@ -873,8 +825,8 @@ def train_llm(agent):
         warm, cosine = min(1.0, (llm.version + 1) / (0.03 * total + 1)), math.cos(math.pi * min(llm.version / total, 1.0))
         agent.llm_optimizer.param_groups[0]["lr"] = cfg.llm_lr * warm * (0.55 + 0.45 * cosine)  # warm-up 3 %, down to a tenth
         sums.append(backward_llm(agent, [samples[n] for n in batch], advantages[batch]))
-        norms.append(optimizer_step(agent.llm_optimizer, llm.trainable().values(), 1.0, f"LLM update {llm.version}",
-                                    [samples[n]["first"] for n in batch]))
+        places = [samples[n]["first"] for n in batch]
+        norms.append(optimizer_step(agent.llm_optimizer, llm.trainable().values(), 1.0, f"LLM update {llm.version}", places))
         llm.version += 1
     llm.cache, agent.samples = {}, []  # the priors of the old weights, and what they made search collect
     tokens, loss, clipped, kl, _ = torch.stack(sums).sum(0).tolist()
@@ -938,31 +890,28 @@ def load_checkpoint(path):
     """Read a checkpoint (weights_only: nothing but tensors and plain values is unpickled).  Raises InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        Config(**state["config"]), state["model"], state["replay"], state["games"], state["llm"]
+        return Config(**state["config"]) and state["model"] and state["replay"] and state
     except Exception as error:  # torch.load fails in many ways on a missing or damaged file; all mean the same to the user
         raise InputError(f"{path}: not a readable checkpoint of priorzero.py ({type(error).__name__}); name another one") from error
-    return state
 
 def restore(agent, state, path):
     """Put a checkpoint back into an agent.  Raises InputError where the shapes differ."""
-    llm = agent.llm and state["llm"]
-    pairs = [(agent.model.state_dict(), state["model"])] + ([(agent.llm.trainable(), llm[0])] if llm else [])
-    if any({n: p.shape for n, p in own.items()} != {n: p.shape for n, p in saved.items()} for own, saved in pairs):
-        raise InputError(f"{path}: its weights have another shape than this model; give the sizes it was made with")
-    for name in PARTS:
-        getattr(agent, name).load_state_dict(state[name])
+    try:
+        for name in PARTS:
+            getattr(agent, name).load_state_dict(state[name])
+        if agent.llm and state["llm"]:
+            weights, start, optimizer, agent.llm.version = state["llm"]
+            agent.llm.model.load_state_dict(weights, strict=False)  # the trained ones; the others are as they were
+            agent.llm.start = {name: start[name].to(agent.device) for name in agent.llm.trainable()}
+            agent.llm_optimizer.load_state_dict(optimizer)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InputError(f"{path}: its weights have another shape than this model; give the sizes it was made with") from error
     agent.bank.index, agent.bank.features = {text: n for n, text in enumerate(state["texts"])}, state["features"].to(agent.device)
     data, agent.replay.write, agent.replay.count = state["replay"]
     agent.replay.data, agent.replay.starts = {name: x.to(agent.device) for name, x in data.items()}, None
     vars(agent).update(state["counters"])
     for name, generator in agent.generators.items():
         generator.set_state(state["generators"][name])
-    if llm:
-        weights, start, optimizer, agent.llm.version = llm
-        for name, p in agent.llm.trainable().items():
-            p.data.copy_(weights[name])
-            agent.llm.start[name] = start[name].to(agent.device)
-        agent.llm_optimizer.load_state_dict(optimizer)
 
 def resume_game(agent, pool, i, task, steps):
     """Bring environment i back to where it was: the same task, the same actions again."""
@@ -1032,21 +981,18 @@ def train(cfg, state=None):
         else:
             results, games = {f"{name} before": evaluate(agent, eval_pool)}, {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
             results |= {"LLM alone before": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (agent.model, agent.llm and agent.llm.model) if m]
-        print(f"priorzero.py: {name}, {cfg.env}, LLM {cfg.model if agent.llm else '-'}, alpha {cfg.alpha:g}, seed {cfg.seed}, "
-              f"{agent.device}; {' + '.join(f'{n:,}' for n in sizes)} parameters; files in {run_dir}")
+        sizes = " + ".join(f"{sum(p.numel() for p in m.parameters()):,}" for m in (agent.model, agent.llm and agent.llm.model) if m)
+        print(f"priorzero.py: {name}, {cfg.env}, alpha {cfg.alpha:g}, seed {cfg.seed}, {agent.device}; {sizes} parameters; files in {run_dir}")
         bar = tqdm(total=cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step", mininterval=1.0)
         # Ctrl-C ends the run after the step in progress; a second Ctrl-C ends it at once.
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
         while agent.env_steps < cfg.env_steps:
-            before, cooled = agent.env_steps, min(1.0, 2 * agent.env_steps / cfg.env_steps)
-            over, new = collect(agent, pool, games, cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature))
+            before, (over, new) = agent.env_steps, collect(agent, pool, games)
             finished += over
             figures += [new, *learn(agent)]
             bar.update(cfg.num_envs)
             last = agent.env_steps >= cfg.env_steps or interrupted
-            evaluated, logged, saved = (every and agent.env_steps // every > before // every
-                                        for every in (cfg.eval_every, cfg.log_every, cfg.save_every))
+            evaluated, logged, saved = (n and agent.env_steps // n > before // n for n in (cfg.eval_every, cfg.log_every, cfg.save_every))
             result = evaluate(agent, eval_pool) if evaluated and not last else {}
             if logged or result or saved or last:
                 write_log(run_dir, agent, figures, finished, result)
@@ -1076,9 +1022,8 @@ def parse_arguments(argv):
     parser.add_argument("--resume", nargs="?", const="", help="continue a run: its checkpoint, or none for the one in --run_dir")
     parser.add_argument("--eval", metavar="CKPT", help="evaluate a checkpoint instead of training")
     parser.add_argument("--plot", nargs="+", metavar="RUN", help="draw the curves of run folders to curves.png instead of training")
-    parser.add_argument("--warm_start", action="store_true", help="make the tiny LM anew in tiny_lm_babyai/ (README: how long)")
     arguments = vars(parser.parse_args(argv))
-    return arguments, {k: arguments.pop(k) for k in ("resume", "eval", "plot", "warm_start") if k in arguments}
+    return arguments, {k: arguments.pop(k) for k in ("resume", "eval", "plot") if k in arguments}
 
 def main(argv=None):
     """Run what the command line asks for."""
@@ -1086,9 +1031,7 @@ def main(argv=None):
     cfg, state = Config(**PRESETS.get(explicit.get("env"), {}) | explicit), None
     cfg.validate()
     if "plot" in modes:
-        return importlib.import_module("benchmarks.plot").plot(modes["plot"], "curves.png", SHOWN[:16], "env_steps")
-    if "warm_start" in modes:  # not part of the method: it stands in for the pretraining of a real LLM
-        return importlib.import_module("tiny_lm_babyai.make").main(cfg)
+        return importlib.import_module("benchmarks.plot").plot(modes["plot"], "curves.png", SHOWN, "env_steps")
     if "eval" in modes or "resume" in modes:
         path = Path(modes.get("eval") or modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
         state = load_checkpoint(path)
@@ -1103,9 +1046,9 @@ def main(argv=None):
             raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")
     results, run_dir = train(cfg, state)
     if cfg.baseline and cfg.alpha:
-        other = run_dir / "unizero"
-        known = load_checkpoint(other / "checkpoint.pt") if state and (other / "checkpoint.pt").exists() else None
-        results |= train(dataclasses.replace(cfg, alpha=0.0, run_dir=str(other)), known)[0]
+        path = run_dir / "unizero" / "checkpoint.pt"
+        state = load_checkpoint(path) if state and path.exists() else None
+        results |= train(dataclasses.replace(cfg, alpha=0.0, run_dir=str(path.parent)), state)[0]
     print(f"\n{cfg.env}, {cfg.env_steps} environment steps; evaluation on unseen seeds:\n{table(results)}\nfiles in {run_dir}")
 
 

@@ -58,11 +58,11 @@ def main():
     with EnvPool("babyai", cfg.num_envs, 0, **cfg.env_options(False)) as pool:
         games = {i: pz.new_game(unizero, pool, i) for i in range(cfg.num_envs)}
         for _ in range(30):
-            pz.collect(unizero, pool, games, 1.0)
+            pz.collect(unizero, pool, games)
         playing = list(games.values())
 
         def search():
-            pz.decide(unizero, playing, cfg.num_simulations, 1.0, True, unizero.generators)
+            pz.decide(unizero, playing, cfg.num_simulations, 1.0, 0, unizero.generators)
 
         def prior():
             agent.llm.cache.clear()

@@ -122,7 +122,7 @@ def test_the_prior_is_injected_at_the_root_only(alone):
     roots = roots_of(alone, HISTORIES)
     llm = torch.tensor([[-0.1, -3.0, -3.0]] * 3)
     logits = pz.fuse_root_prior(roots.logits, llm, roots.valid, 0.5, 1.0)
-    tree = pz.tree_search(alone.model, roots, logits, alone.cfg, 16, False, None).tree
+    tree = pz.tree_search(alone.model, roots, logits, alone.cfg, 16).tree
     assert torch.allclose(tree.children_prior[:, 0], logits.softmax(-1), atol=1e-6)
     checked = 0
     for row in range(3):
@@ -148,12 +148,33 @@ def test_case34_invalid_actions_and_noise(alone):
     lists = torch.tensor([actions, [actions[0], actions[2], 0]])
     obs = torch.tensor([alone.bank(["one"])] * 2)
     roots = pz.encode_roots(alone.model, alone.bank, obs, obs[:, :0], lists, torch.tensor([0, 0, 0, *sorted(actions)]))
-    result = pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, True, torch.Generator().manual_seed(0))
+    result = pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12)
     assert (result.visit_counts.sum(1) == 12).all() and result.visit_counts[1, 2] == 0
     prior = result.tree.children_prior[1][result.tree.visits[1] > 0]  # [nodes, A]
     assert len(prior) > 3 and torch.allclose(prior.sum(-1), torch.ones(len(prior))) and prior[0, 2] == 0
-    plain = [pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12, False, None).visit_counts for _ in range(2)]
-    assert torch.equal(*plain)  # case 56: without noise two searches are the same
+    assert torch.equal(result.visit_counts, pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12).visit_counts)  # case 56
+
+
+def test_noise_and_temperature_are_not_for_the_greedy(alone):
+    """The first num_greedy games: the same decision whatever the random numbers; the others: noise in the prior, actions drawn."""
+    games = list(alone.games.values())
+    def decide(seed, num_greedy):
+        return pz.decide(alone, games, 8, 1.0, num_greedy, pz.make_generators(seed, "cpu"))
+    runs = [decide(seed, 2) for seed in range(6)]
+    assert all(run[k][:2] == runs[0][k][:2] for run in runs for k in (0, 1)) and any(run[1][2:] != runs[0][1][2:] for run in runs)
+    for slots, policies, *_ in runs:
+        assert all(policies[n][slots[n]] == max(policies[n]) for n in range(2))
+    assert any(policies[n][slots[n]] < max(policies[n]) for slots, policies, *_ in runs for n in (2, 3))
+
+
+def test_greedy_games_begin_in_the_middle_of_the_run(monkeypatch):
+    agent, seen = tiny.agent(monkeypatch, env_steps=80, greedy_share=0.5, temperature=1.0, final_temperature=0.2), []
+    play = pz.play
+    monkeypatch.setattr(pz, "play", lambda agent, pool, games, *how: seen.append(how[1:3]) or play(agent, pool, games, *how))
+    tiny.collected(agent, steps=20)
+    temperatures, num_greedy = zip(*seen)
+    assert num_greedy == (0,) * 10 + (2,) * 10 and temperatures[0] == 1.0 and temperatures[5] == pytest.approx(0.6)
+    assert temperatures[10:] == pytest.approx((0.2,) * 10)
 
 
 def test_depth_stays_within_the_positions():
@@ -320,7 +341,7 @@ def samples_of(llm, cfg, seed=0):
 def test_case3_first_ratio_is_one(cot):
     cfg = tiny.settings(cot=cot, max_cot_len=12)
     llm = pz.LanguageModel(tiny.tokenizer(), tiny.lm(attention_dropout=0.1), cfg)
-    llm.model.train()  # whatever mode: no dropout is left
+    assert not llm.model.training
     samples = samples_of(llm, cfg)
     logp = pz.response_logps(llm, samples)
     for row, s in enumerate(samples):
@@ -368,11 +389,11 @@ def test_case22_prompt_history():
 
 
 def test_case7_no_pad_token():
-    llm = pz.LanguageModel(tiny.tokenizer(pad_token=None), tiny.lm(), tiny.settings())
-    scores = pz.action_scores(llm, PROMPTS, ["Action:"] * 3, ACTIONS)
-    assert llm.tokenizer.pad_token == "</s>"
-    expected = pz.action_scores(tiny.language_model(), PROMPTS, ["Action:"] * 3, ACTIONS)
-    assert all(torch.allclose(a, b) for a, b in zip(scores, expected))
+    """Nothing here needs one: padding is 0, and every mask comes from lengths."""
+    with_pad, without = (pz.LanguageModel(tiny.tokenizer(**kwargs), tiny.lm(), tiny.settings()) for kwargs in ({}, {"pad_token": None}))
+    assert without.tokenizer.pad_token is None
+    rows = [pz.action_scores(llm, ["a b", "c"], ["Action:"] * 2, [["go", "go north"]] * 2) for llm in (with_pad, without)]
+    assert all(torch.equal(*pair) for pair in zip(*rows))
 
 
 def test_case23_chat_template():
@@ -538,9 +559,9 @@ def test_switches_change_what_is_played(guided, monkeypatch):
     priors = pz.llm_priors(guided.llm, games, guided.cfg, None)
     best = [max(range(len(p["action_logps"])), key=lambda n: sum(p["action_logps"][n]) / len(p["action_logps"][n])) for p in priors]
     monkeypatch.setattr(pz, "tree_search", None)
-    assert pz.decide(guided, games, 8, 0.0, False, guided.generators, llm_only=True)[0] == best
+    assert pz.decide(guided, games, 8, 1.0, 4, guided.generators, llm_only=True)[0] == best
     guided.cfg.mcts = False
-    _, policies, _, _ = pz.decide(guided, games, 8, 1.0, False, guided.generators)
+    _, policies, _, _ = pz.decide(guided, games, 8, 1.0, 4, guided.generators)
     scores = torch.tensor([sum(x) / len(x) / guided.cfg.prior_temperature for x in priors[0]["action_logps"]]).softmax(0)
     assert torch.allclose(torch.tensor(policies[0][:len(scores)]), 0.5 / len(scores) + 0.5 * scores, atol=1e-4)  # its own prior is uniform
 

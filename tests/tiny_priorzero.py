@@ -94,5 +94,5 @@ def collected(agent, steps=40, pool=None):
     pool = pool or LampPool()
     games = {i: pz.new_game(agent, pool, i) for i in range(agent.cfg.num_envs)}
     for _ in range(steps):
-        pz.collect(agent, pool, games, 1.0)
+        pz.collect(agent, pool, games)
     return games
