@@ -35,15 +35,14 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, logging
 
 from envs import JERICHO_GAMES, EnvPool, InputError
 from mcts import Root, Step, action_probs, add_root_noise, search, visit_entropy
 
 # Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, V known actions,
 # K keys, D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
-disable_progress_bar()
+logging.disable_progress_bar()
 HASH_BUCKETS, TINY_FOLDER = 8192, Path(__file__).parent / "tiny_lm_babyai"  # rows of the hash encoder's table; the shipped LM
 PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, kl_coef=0.01, format_weight=0.5)}  # not BabyAI's
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy llm_kl llm_clip_frac search_ms "
@@ -83,7 +82,7 @@ class Config:
     dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
     temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
     final_temperature: float = flag(0.25, "the same from half of the run on (code: 0.25 always)", low=0)
-    greedy_share: float = flag(0.25, "share of environments that play greedily, as evaluation does, from half of the run on (ours)", low=0, high=1)
+    greedy_share: float = flag(0.25, "share of environments that play as evaluation does, from half of the run on", low=0, high=1)
     gamma: float = flag(0.97, "discount per step (Jericho: 0.95; PZ: 0.997, where idling costs too little to be seen)", low=0, high=1)
     encoder: str = flag("hash", "text encoder: hash (trained), or a frozen Hugging Face encoder by name or folder (PZ: BGE-base)")
     action_slots: str = flag("text", "what an action token embeds: text or index (its place in the list)", ("text", "index"))
@@ -123,24 +122,19 @@ class Config:
     seed: int = flag(1, "seed of everything but the evaluation", low=0)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     run_dir: str = flag("", "output folder; empty = runs/priorzero-<env>-alpha<alpha>-seed<seed>-<time>")
-
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-
     @property
     def num_slots(self) -> int:  # A, the places in the list of a state's actions
         return self.max_actions or (JERICHO_GAMES.get(self.game, JERICHO_GAMES["other"])[0] if self.env == "jericho" else 20)
-
     @property
     def use_cot(self) -> bool:
         return self.cot and self.model != "tiny"
-
     def env_options(self, evaluation: bool) -> dict:  # keyword arguments of make_env
         if self.env == "jericho":
             return dict(game=self.game, rom_dir=self.rom_dir or None, max_steps=self.max_steps or None)
         return dict(level=self.level, split="valid_unseen" if evaluation else "train", max_steps=self.max_steps or 20)
-
     def validate(self):
         """Raise InputError with the flag, its value and what is allowed."""
         for f in dataclasses.fields(self):
@@ -153,6 +147,7 @@ class Config:
                 ("width", self.width % math.lcm(8, self.heads) == 0, "must be a multiple of 8 and of --heads"),
                 ("window", self.window > max(self.td_steps, self.context), "must be greater than --td_steps and --context"),
                 ("model", self.env == "babyai" or self.model != "tiny" or not self.alpha, "knows BabyAI only; name an LM, or --alpha 0"),
+                ("replay_size", self.replay_size > 2 * self.llm_updates * self.llm_batch, "must exceed 2 x --llm_updates x --llm_batch"),
                 ("device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "choose one of auto, cpu, cuda, cuda:N"),
                 ("device", "cuda" not in self.device or torch.cuda.is_available(), "there is no usable CUDA device; use --device cpu")):
             if not ok:
@@ -254,7 +249,6 @@ class TextBank:
             self.tokenizer, frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder")
             self.frozen = frozen.to(cfg.torch_device).eval().requires_grad_(False)  # eval: no dropout in latents and targets
             self.features = torch.zeros(1, frozen.config.hidden_size, device=cfg.torch_device)
-
     @torch.no_grad()
     def __call__(self, texts):
         """Numbers of these texts, a list."""
@@ -270,7 +264,6 @@ class TextBank:
                 self.features = F.pad(self.features, (0, max(wider, 0), 0, len(self.index) if missing > 0 else 0))
             self.features[len(self.index) - len(new):len(self.index), :rows.shape[1]] = rows
         return [self.index[text] for text in texts]
-
     def hash(self, text):
         words = re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())[:512]
         grams = {" ".join(words[i:i + n]) for n in (1, 2, 3) for i in range(len(words) - n + 1)}
@@ -289,7 +282,6 @@ class Block(nn.Module):
         self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
     def forward(self, x, past=None, mask=None):
         """x [B, T, D], past [B, K, 2, D] or None, mask bool [B, 1, T, K + T] or None = causal.  Returns x, own [B, T, 2, D]."""
         width = x.shape[-1]
@@ -305,20 +297,17 @@ class WorldModel(nn.Module):
     """UniZero: tokens z_0 a_0 z_1 a_1 ...; the output at z_t gives policy and value, that at a_t reward and the next latent."""
     def __init__(self, cfg, feature_width):
         super().__init__()
-        D, self.hashed = cfg.width, cfg.encoder == "hash"
+        D, hashed = cfg.width, cfg.encoder == "hash"
         self.normalize = nn.LayerNorm(D) if cfg.latent_norm == "layernorm" else lambda x: simnorm(x, 8)
-        self.table = nn.Embedding(HASH_BUCKETS, D) if self.hashed else nn.Linear(feature_width, D)
+        self.table = nn.EmbeddingBag(HASH_BUCKETS, D, mode="mean", padding_idx=0) if hashed else nn.Linear(feature_width, D)
         self.action_key, self.positions = nn.Linear(D, D), nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
         self.register_buffer("support", torch.arange(-50.0, 51.0))  # in h-space
         self.policy, self.value, self.reward, self.latent = (make_head(D, out) for out in (D, 101, 101, D))
         nn.init.normal_(self.table.weight, std=0.1)  # it is normalised anyway, and what is small is soon learnt
-
     def encode(self, features):
         """What the bank keeps of texts [N, ...] -> normalised latents [N, D]."""
-        return self.normalize(F.embedding_bag(features, self.table.weight, mode="mean", padding_idx=0) if self.hashed
-                              else self.table(features))
-
+        return self.normalize(self.table(features))
     def run(self, x, past=None, mask=None):
         """Tokens x [B, T, D] behind stored ones, past [B, K, L, 2, D].  Returns outputs and own keys/values [B, T, L, 2, D]."""
         own = []
@@ -326,16 +315,13 @@ class WorldModel(nn.Module):
             x, kv = block(x, None if past is None else past[:, :, n], mask)
             own.append(kv)
         return self.norm_out(x), torch.stack(own, 2)
-
     def forward(self, latents, actions):
         """Latents and actions [B, H, D] -> outputs at latents, outputs at actions, [B, H, D] each.  Source: PriorZero 3.1."""
         x = self.run(torch.stack([latents, actions], 2).flatten(1, 2) + self.positions[:2 * latents.shape[1]])[0]
         return x[:, 0::2], x[:, 1::2]
-
     def decode(self, head, x):
         """Outputs [..., D] -> game units [...]: the mean of the value or reward head, transformed back."""
         return inverse_value_transform(expected_value(head(x), self.support))
-
     def score(self, x, keys):
         """Policy logits: outputs [..., D], action keys [V, D] -> [..., V]."""
         return self.policy(x) @ keys.T / math.sqrt(x.shape[-1])
@@ -347,14 +333,14 @@ def encode_texts(model, bank, *numbers):
     return [F.embedding(part.view(n.shape), table) for part, n in zip(inverse.split([n.numel() for n in numbers]), numbers)]
 
 # ---- Search -------------------------------------------------------------------------------------------------------------
-# Where a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A]; slots [B, A], places
-# of the list's actions among the known ones; text numbers [V], tokens and keys [V, D] of those; past [B, 2C-1, L, 2, D], lengths [B] in tokens.
+# Where a search starts: logits [B, A] of the world model (-inf where invalid), value [B] in game units, valid [B, A]; slots [B, A],
+# places of the list's actions among the known; text numbers [V], tokens, keys [V, D] of those; past [B, 2C-1, L, 2, D], lengths [B].
 Roots = namedtuple("Roots", "logits value valid slots known tokens keys past lengths")
 
 @torch.no_grad()
 def encode_roots(model, bank, obs, actions, lists, known):
     """Encode the last real steps.  Args: text numbers of obs [B, C], of the actions between them [B, C-1], of the valid actions
-    [B, A], each padded with 0 on the right; of all known actions [V], A zeros and then sorted.  Source: PriorZero 3.1 (H = 4 at test time)."""
+    [B, A], padded with 0 on the right; of all known actions [V], A zeros, then sorted.  Source: PriorZero 3.1 (H = 4 at test time)."""
     z, a, tokens = encode_texts(model, bank, obs, actions, known)
     x = torch.stack([z, F.pad(a, (0, 0, 0, 1))], 2).flatten(1, 2)[:, :-1]
     x, past = model.run(x + model.positions[:x.shape[1]])
@@ -400,30 +386,27 @@ class Replay:
     """The last `size` steps, whole episodes one behind the other; an episode of T steps takes T + 1 places."""
     def __init__(self, size, num_slots, device):
         self.data = {name: torch.zeros((size, num_slots) if name in ("list", "visits") else size, dtype=dtype, device=device)
-                     for names, dtype in (("obs action list end time serial", torch.int32), ("visits reward", torch.float32),
+                     for names, dtype in (("obs action list end time", torch.int32), ("visits reward", torch.float32),
                                           ("terminated truncated", torch.bool)) for name in names.split()}
-        self.write, self.count, self.starts = 0, 0, None
-
+        self.write, self.starts = 0, None
     def add(self, game):
-        """Store a finished Game; returns its first place.  `end`: its last place, `time` counts its steps, `serial` numbers the games."""
+        """Store a finished Game; returns its first place.  `end`: its last place, `time` counts its steps."""
         T, (size, width) = len(game.steps), self.data["list"].shape
-        first, self.count, self.starts = self.write if self.write + T < size else 0, self.count + 1, None
+        first, self.starts = self.write if self.write + T < size else 0, None
         steps = [*game.steps, {"obs": game.number, "action": 0, "reward": 0.0, "list": [], "visits": []}]
         columns = {name: [step[name] for step in steps] for name in ("obs", "action", "reward")}
         columns |= {name: [step[name] + [0] * (width - len(step[name])) for step in steps] for name in ("list", "visits")}
         columns |= {"terminated": [False] * (T - 1) + [game.terminated] * 2, "truncated": [False] * (T - 1) + [not game.terminated, False],
-                    "end": [first + T] * (T + 1), "time": list(range(T + 1)), "serial": [self.count] * (T + 1)}
+                    "end": [first + T] * (T + 1), "time": list(range(T + 1))}
         for name, values in columns.items():
             self.data[name][first:first + T + 1] = torch.tensor(values, dtype=self.data[name].dtype)
         self.write = first + T + 1
         return first
-
     def draw(self, batch_size, generator):
         """Places of steps [B], uniform over all steps stored."""
         if self.starts is None:
             self.starts = (self.data["end"] > torch.arange(len(self.data["end"]), device=self.data["end"].device)).nonzero()[:, 0]
         return self.starts[torch.randint(len(self.starts), (batch_size,), generator=generator).to(self.starts.device)]
-
     def window(self, starts, length):
         """The Window of `length` steps from each of these places [B]."""
         end, places = self.data["end"][starts][:, None], starts[:, None] + torch.arange(length, device=starts.device)
@@ -528,7 +511,6 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=base.weight.device)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=base.weight.device)
         nn.init.zeros_(self.lora_B.weight)
-
     def forward(self, x):
         return self.base(x) + 2.0 * self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))).to(x.dtype)
 
@@ -547,31 +529,24 @@ class LanguageModel:
         self.model, self.tokenizer, self.device = model.eval().to(cfg.torch_device), tokenizer, cfg.torch_device
         self.token_budget, self.version, self.cache = cfg.token_budget, 0, {}
         self.start = {name: p.detach().clone() for name, p in self.trainable().items()}
-
     def trainable(self):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
     def swap_start(self):  # exchange the trained weights with their frozen start
         for name, p in self.trainable().items():
             p.data, self.start[name] = self.start[name], p.data
-
     def ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
     def answer_ids(self, action):  # tokenised alone, so that the same tokens are scored, stored and trained
         return self.ids(f" {action}") + [self.tokenizer.eos_token_id]
-
     def hidden(self, ids, mask, cache=None, keep=False, positions=None):
         """Last hidden states [B, T, D], and the cache, new if `keep` and none is given.  Positions: mask [0,0,1,1,1] -> [0,0,0,1,2]."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:] if positions is None else positions
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             out = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=keep)
         return out.last_hidden_state, out.cache
-
     def log_probs(self, hidden):  # of the next token, fp32: [..., D] -> [..., V]
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
-
     @torch.no_grad()
     def action_logps(self, contexts, actions):
         """Log-probabilities of the tokens of " <action><eos>" behind each context (token ids): for each context and action a list.
@@ -660,13 +635,11 @@ class Game:
     def __init__(self, agent, task, obs, info, steps=()):
         self.agent, self.task, self.steps, self.terminated = agent, task, list(steps), False
         self.look(obs, info)
-
     def look(self, obs, info):
         self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.num_slots], info["won"]
         self.task_id, self.ret = info["task_id"], sum(s["reward"] for s in self.steps)
         names = self.actions if self.agent.cfg.action_slots == "text" else [f"slot {n}" for n in range(len(self.actions))]
         self.number, *self.list = self.agent.bank([self.obs, *names])
-
     def record(self, slot, policy, prior, result):
         """Append the step just played; returns whether the episode is over."""
         obs, reward, self.terminated, truncated, info = result
@@ -733,7 +706,7 @@ def collect(agent, pool, games):
         agent.known = sorted({*agent.known}.union(*(s["list"] for s in game.steps)))
         first = agent.replay.add(game)
         if agent.llm and not agent.cfg.freeze_llm:
-            agent.samples += [s["sample"] | {"first": first, "time": t, "serial": agent.replay.count} for t, s in enumerate(game.steps)]
+            agent.samples += [s["sample"] | {"first": first, "time": t} for t, s in enumerate(game.steps)]
         games[i] = new_game(agent, pool, i)
     agent.samples = agent.samples[-agent.phase[1] * agent.cfg.llm_batch:]
     agent.env_steps += len(games)
@@ -809,11 +782,7 @@ def backward_llm(agent, samples, advantages):
 
 def train_llm(agent):
     """One LLM phase: optimiser steps on the samples since the last phase.  Returns its figures.  Source: PriorZero 3.3."""
-    cfg, llm, sums, norms, order = agent.cfg, agent.llm, [], [], []
-    serials = agent.replay.data["serial"].tolist()
-    samples = [s for s in agent.samples if serials[s["first"]] == s["serial"]]  # those that the replay still holds
-    if not samples:
-        return {}
+    cfg, llm, samples, sums, norms, order = agent.cfg, agent.llm, agent.samples, [], [], []
     raw, good = sample_advantages(agent, samples).to(llm.device), [s["format_ok"] for s in samples]
     advantages = normalize_advantages(raw)
     if cfg.use_cot:
@@ -845,7 +814,7 @@ class Agent:
     def __init__(self, cfg):
         random.seed(cfg.seed), np.random.seed(cfg.seed), torch.manual_seed(cfg.seed)
         self.cfg, self.device, self.generators = cfg, cfg.torch_device, make_generators(cfg.seed, cfg.torch_device)
-        # World-model updates and LLM updates of a phase, and world-model updates before the first LLM update.
+        # Updates of a phase, world model and LLM, and the world model's before the first of the LLM.
         self.phase = ((cfg.wm_updates, cfg.llm_updates, cfg.wm_warmup + cfg.wm_updates) if cfg.alternate
                       else (max(1, round(cfg.wm_updates / cfg.llm_updates)), 1, 1))
         self.bank = TextBank(cfg)
@@ -863,7 +832,6 @@ class Agent:
             self.llm = LanguageModel(*load_pretrained(AutoModelForCausalLM, folder, "--model", half), cfg)
             weights = self.llm.trainable().values()
             self.llm_optimizer = torch.optim.AdamW(weights, lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-
     def known_actions(self, *lists):
         """Text numbers of all actions in finished episodes and in these lists, sorted, behind A zeros: so there are always A."""
         known = sorted({*self.known}.union(*lists) - {0})
@@ -877,7 +845,7 @@ def save_checkpoint(path, agent, games, results):
     llm, replay, temporary = agent.llm, agent.replay, path.with_name(path.name + ".tmp")
     state = {name: getattr(agent, name).state_dict() for name in PARTS} | {
              "config": dataclasses.asdict(agent.cfg), "texts": list(agent.bank.index), "features": agent.bank.features, "results": results,
-             "replay": (replay.data, replay.write, replay.count), "counters": {name: getattr(agent, name) for name in COUNTERS},
+             "replay": (replay.data, replay.write), "counters": {name: getattr(agent, name) for name in COUNTERS},
              "llm": llm and (llm.trainable(), llm.start, agent.llm_optimizer.state_dict(), llm.version),
              "games": {i: (game.task, game.steps) for i, game in games.items()},
              "generators": {name: generator.get_state() for name, generator in agent.generators.items()}}
@@ -907,7 +875,7 @@ def restore(agent, state, path):
     except (RuntimeError, ValueError, KeyError) as error:
         raise InputError(f"{path}: its weights have another shape than this model; give the sizes it was made with") from error
     agent.bank.index, agent.bank.features = {text: n for n, text in enumerate(state["texts"])}, state["features"].to(agent.device)
-    data, agent.replay.write, agent.replay.count = state["replay"]
+    data, agent.replay.write = state["replay"]
     agent.replay.data, agent.replay.starts = {name: x.to(agent.device) for name, x in data.items()}, None
     vars(agent).update(state["counters"])
     for name, generator in agent.generators.items():
@@ -921,7 +889,7 @@ def resume_game(agent, pool, i, task, steps):
     return Game(agent, task, obs, info, steps)
 
 def open_run_dir(cfg, state):
-    """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError where that fails."""
+    """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError."""
     path = Path(cfg.run_dir or f"runs/priorzero-{cfg.env}-alpha{cfg.alpha:g}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}")
     if (path / "checkpoint.pt").exists() and not state:
         raise InputError(f"--run_dir {path}: it already holds a run; add --resume to go on with it, or name another folder")
@@ -952,19 +920,17 @@ def write_log(run_dir, agent, figures, finished, result):
 
 def transcript(game):
     """One episode as readable text."""
-    lines = [f"{game.task_id}: {'solved' if game.won else 'not solved'}, return {game.ret:g}"]
-    for t, s in enumerate(game.steps):
-        lines += [f"\n[{t}] {s['text']}", f"    > {s['command']}    (reward {s['reward']:+g})"]
-    return "\n".join(lines + [f"\n[end] {game.obs}\n"])
+    steps = [f"[{t}] {s['text']}\n    > {s['command']}    (reward {s['reward']:+g})\n" for t, s in enumerate(game.steps)]
+    return "\n".join([f"{game.task_id}: {'solved' if game.won else 'not solved'}, return {game.ret:g}\n", *steps, f"[end] {game.obs}\n"])
 
 # ---- The run ------------------------------------------------------------------------------------------------------------
 def learn(agent):
     """The world-model updates due by --replay_ratio and, whenever a phase of them is complete, the LLM's.  Returns figures."""
     cfg, figures = agent.cfg, []
-    while agent.replay.count and agent.wm_updates < cfg.replay_ratio * (agent.env_steps - cfg.warmup_steps):
+    while agent.replay.write and agent.wm_updates < cfg.replay_ratio * (agent.env_steps - cfg.warmup_steps):
         clock = time.perf_counter()
         figures.append(update_world_model(agent) | {"update_ms": 1e3 * (time.perf_counter() - clock)})
-        if agent.llm and not cfg.freeze_llm and agent.wm_updates >= max(agent.phase_start + agent.phase[0], agent.phase[2]):
+        if agent.samples and agent.wm_updates >= max(agent.phase_start + agent.phase[0], agent.phase[2]):
             agent.phase_start, clock = agent.wm_updates, time.perf_counter()
             figures.append(train_llm(agent) | {"llm_phase_s": time.perf_counter() - clock})
     return figures
@@ -982,7 +948,7 @@ def train(cfg, state=None):
             results, games = {f"{name} before": evaluate(agent, eval_pool)}, {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
             results |= {"LLM alone before": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
         sizes = " + ".join(f"{sum(p.numel() for p in m.parameters()):,}" for m in (agent.model, agent.llm and agent.llm.model) if m)
-        print(f"priorzero.py: {name}, {cfg.env}, alpha {cfg.alpha:g}, seed {cfg.seed}, {agent.device}; {sizes} parameters; files in {run_dir}")
+        print(f"priorzero.py: {name}, {cfg.env}, alpha {cfg.alpha:g}, seed {cfg.seed}, {agent.device}; {sizes} parameters; {run_dir}/")
         bar = tqdm(total=cfg.env_steps, initial=agent.env_steps, desc="env steps", unit="step", mininterval=1.0)
         # Ctrl-C ends the run after the step in progress; a second Ctrl-C ends it at once.
         signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.default_int_handler)))
@@ -1007,8 +973,7 @@ def train(cfg, state=None):
 
 def table(results):
     """The end of a run: one row for each agent."""
-    rows = [f"{name:17s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:9.1f}{r['episodes']:10d}"
-            for name, r in results.items() if r]
+    rows = [f"{n:17s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:9.1f}{r['episodes']:10d}" for n, r in results.items() if r]
     return "\n".join(["                    return    solved   length  episodes", *rows])
 
 def parse_arguments(argv):
