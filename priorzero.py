@@ -18,10 +18,9 @@ On 2 CPU cores, no GPU, no network, a shipped tiny LM as the prior; and on one G
     python priorzero.py --env jericho --game detective --rom_dir ROMS --model Qwen/Qwen2.5-3B-Instruct --encoder BAAI/bge-base-en-v1.5 \\
         --width 768 --heads 24 --lora_rank 32 --llm_lr 1e-6 --wm_updates 2000 --llm_updates 200 --llm_batch 128 --env_steps 50000
 
-DEVIATION: an action is its TEXT, not its place in the list.  In these games place i means another command in every state, so an
-action token embeds the command, and the policy scores the commands of the state's own list.  An imagined state, whose list nobody
-knows, has the A likeliest of all known commands; `valid_loss` teaches the policy which those are.  `--action_slots index` is the
-public code's way.
+DEVIATION: an action is its TEXT, not its place in the list (`--action_slots index`: the public code's way).  Place i means another
+command in every state, so an action token embeds the command, and the policy scores the commands of the state's own list.  An imagined
+state, whose list nobody knows, has the A likeliest of all known commands; `valid_loss` teaches the policy which those are.
 """
 
 import argparse, copy, dataclasses, importlib, json, math, os, random, re, signal, sys, time, zlib
@@ -38,12 +37,12 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, logging
 
 from envs import JERICHO_GAMES, EnvPool, InputError
-from mcts import Root, Step, action_probs, add_root_noise, search, visit_entropy
+from mcts import Root, Step, action_probs, search, visit_entropy
 
 # Dimension letters: B rows, H steps of a window, W steps read with it (H + n), C steps of a root's context, A actions, V known actions,
 # K keys, D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
 logging.disable_progress_bar()
-HASH_BUCKETS, TINY_FOLDER = 8192, Path(__file__).parent / "tiny_lm_babyai"  # rows of the hash encoder's table; the shipped LM
+HASH_BUCKETS, TINY_FOLDER = 8192, Path(__file__).parent / "tiny_lm/babyai"  # rows of the hash encoder's table; the shipped LM
 PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, kl_coef=0.01, format_weight=0.5)}  # not BabyAI's
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy llm_kl llm_clip_frac search_ms "
          "prior_ms update_ms eval_return eval_solved").split()
@@ -81,15 +80,14 @@ class Config:
     pb_c_init: float = flag(3.0, "weight of the prior in the search (code: 1.25, where an unvisited action is not the worst)", low=0)
     dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
     temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
-    final_temperature: float = flag(0.25, "the same from half of the run on (code: 0.25 always)", low=0)
-    greedy_share: float = flag(0.25, "share of environments that play as evaluation does, from half of the run on", low=0, high=1)
+    final_temperature: float = flag(0.1, "the same from half of the run on (code: 0.25 always)", low=0)
     gamma: float = flag(0.97, "discount per step (Jericho: 0.95; PZ: 0.997, where idling costs too little to be seen)", low=0, high=1)
     encoder: str = flag("hash", "text encoder: hash (trained), or a frozen Hugging Face encoder by name or folder (PZ: BGE-base)")
     action_slots: str = flag("text", "what an action token embeds: text or index (its place in the list)", ("text", "index"))
     latent_norm: str = flag("layernorm", "latent normalisation and loss: layernorm + MSE, simnorm + KL", ("layernorm", "simnorm"))
     width: int = flag(64, "width of the world model (PZ: 768)", low=8)
     layers: int = flag(2, "transformer layers (PZ: 2)", low=1)
-    heads: int = flag(4, "attention heads (PZ: 24)", low=1)
+    heads: int = flag(2, "attention heads (PZ: 24)", low=1)
     window: int = flag(10, "H, steps of a training window (PZ: 10)", low=2)
     context: int = flag(4, "C, real steps that a search starts from (PZ: 4)", low=1)
     replay_size: int = flag(100_000, "steps kept (PZ: 3e5 Jericho, 5e5 BabyAI)", low=1000)
@@ -116,7 +114,7 @@ class Config:
     baseline: bool = flag(True, "after PriorZero, train UniZero with the same budget for the table")
     llm_only: bool = flag(False, "with --eval: the LLM alone, the action with the best score")
     eval_every: int = flag(2000, "environment steps between evaluations; 0 = only before and after", low=0)
-    eval_episodes: int = flag(100, "episodes of an evaluation; 0 = none", low=0)
+    eval_episodes: int = flag(200, "episodes of an evaluation; 0 = none", low=0)
     log_every: int = flag(400, "environment steps between lines of the log", low=1)
     save_every: int = flag(2000, "environment steps between checkpoints", low=1)
     seed: int = flag(1, "seed of everything but the evaluation", low=0)
@@ -148,8 +146,8 @@ class Config:
                 ("window", self.window > max(self.td_steps, self.context), "must be greater than --td_steps and --context"),
                 ("model", self.env == "babyai" or self.model != "tiny" or not self.alpha, "knows BabyAI only; name an LM, or --alpha 0"),
                 ("replay_size", self.replay_size > 2 * self.llm_updates * self.llm_batch, "must exceed 2 x --llm_updates x --llm_batch"),
-                ("device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "choose one of auto, cpu, cuda, cuda:N"),
-                ("device", "cuda" not in self.device or torch.cuda.is_available(), "there is no usable CUDA device; use --device cpu")):
+                ("device", re.fullmatch(r"auto|cpu" + r"|cuda(:\d+)?" * torch.cuda.is_available(), self.device),
+                 "choose one of auto, cpu, and with a usable CUDA device cuda, cuda:N")):
             if not ok:
                 raise InputError(f"--{name} {getattr(self, name)}: {allowed}")
 
@@ -220,8 +218,7 @@ def token_weights(cot_mask, action_mask, w_cot):
 
 def k3_kl(logp, ref_logp):
     """Schulman's k3 estimate of KL(policy || reference) per token, never negative: exp(d) - d - 1, d = ref - policy."""
-    d = ref_logp - logp
-    return d.exp() - d - 1
+    return (ref_logp - logp).expm1() - (ref_logp - logp)
 
 def ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, clip, kl_coef, num_tokens=None):
     """Clipped surrogate, each token weighted, plus kl_coef times the k3 KL; the ratio itself is not weighted.
@@ -249,7 +246,6 @@ class TextBank:
             self.tokenizer, frozen = load_pretrained(AutoModel, cfg.encoder, "--encoder")
             self.frozen = frozen.to(cfg.torch_device).eval().requires_grad_(False)  # eval: no dropout in latents and targets
             self.features = torch.zeros(1, frozen.config.hidden_size, device=cfg.torch_device)
-    @torch.no_grad()
     def __call__(self, texts):
         """Numbers of these texts, a list."""
         if new := [text for text in dict.fromkeys(texts) if text not in self.index]:
@@ -273,7 +269,7 @@ def make_head(width, out):
     """Linear, LayerNorm, GELU, and a last linear layer that starts at zero: uniform policy, value 0, reward 0."""
     last = nn.Linear(width, out)
     nn.init.zeros_(last.weight), nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(approximate="tanh"), last)
+    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), last)
 
 class Block(nn.Module):
     """A pre-norm transformer layer that can attend to the stored keys and values of earlier tokens."""
@@ -291,7 +287,7 @@ class Block(nn.Module):
         k, v = keys.unflatten(-1, (self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, K + T, D / heads] each
         y = F.scaled_dot_product_attention(q.unflatten(-1, (self.heads, -1)).transpose(1, 2), k, v, mask, is_causal=mask is None)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")), own
+        return x + self.down(F.gelu(self.up(self.norm2(x)))), own
 
 class WorldModel(nn.Module):
     """UniZero: tokens z_0 a_0 z_1 a_1 ...; the output at z_t gives policy and value, that at a_t reward and the next latent."""
@@ -337,7 +333,6 @@ def encode_texts(model, bank, *numbers):
 # places of the list's actions among the known; text numbers [V], tokens, keys [V, D] of those; past [B, 2C-1, L, 2, D], lengths [B].
 Roots = namedtuple("Roots", "logits value valid slots known tokens keys past lengths")
 
-@torch.no_grad()
 def encode_roots(model, bank, obs, actions, lists, known):
     """Encode the last real steps.  Args: text numbers of obs [B, C], of the actions between them [B, C-1], of the valid actions
     [B, A], padded with 0 on the right; of all known actions [V], A zeros, then sorted.  Source: PriorZero 3.1 (H = 4 at test time)."""
@@ -369,12 +364,13 @@ def imagine(model, roots, path, path_mask, action, gamma):
     return Step(reward, torch.full_like(reward, gamma), logits, model.decode(model.value, x[:, 0]),
                 (torch.cat([kv_action, kv_latent], 1), slots))
 
-def tree_search(model, roots, logits, cfg, num_simulations):
+def tree_search(model, roots, logits, cfg, num_simulations, noise=False, generator=None):
     """MCTS from these roots with `logits` [B, A] as root prior; inner nodes have the world model's prior alone."""
     root = Root(logits, roots.value, (roots.past.new_zeros(len(logits), 2, *roots.past.shape[2:]), roots.slots))
     max_depth = (2 * cfg.window - 2 * cfg.context + 1) // 2  # deeper, the positions would end
     return search(root, lambda path, action, mask: imagine(model, roots, path, mask, action, cfg.gamma), num_simulations,
-                  valid_mask=roots.valid, max_depth=max_depth, whole_path=True, pb_c_init=cfg.pb_c_init)
+                  valid_mask=roots.valid, max_depth=max_depth, whole_path=True, pb_c_init=cfg.pb_c_init,
+                  dirichlet_fraction=cfg.dirichlet_fraction * noise, generator=generator)
 
 # ---- Replay and the world model's update --------------------------------------------------------------------------------
 # B windows of W steps: text numbers obs, action [B, W] and list [B, W, A] (the valid actions, 0 = padding), the search's policy visits
@@ -413,7 +409,6 @@ class Replay:
         mask, places = places < end, places.minimum(end)
         return Window(*(self.data[name][places] for name in Window._fields[:-1]), mask)
 
-@torch.no_grad()
 def target_values(target, bank, w, cfg):
     """Values [B, W] of a Window of W = H + n steps and latents [B, W, D], both of the target model.  Every value that a target
     bootstraps from has at least n real steps before it as context: the last n come from a second window that starts at step n."""
@@ -423,9 +418,8 @@ def target_values(target, bank, w, cfg):
     return target.decode(target.value, torch.cat([first, second[:, H - n:]], 1)), z
 
 def world_model_losses(model, target, bank, w, cfg):
-    """Loss of a Window of H + n steps, and its terms, each a mean over valid steps: 10 latent + 1 policy (cross-entropy to the visits,
-    with an entropy bonus) + 0.5 value + 1 reward, and ours, 1 valid: -log of the policy's mass on valid ones among all actions of the
-    batch.  `clipped_share`: values beyond the support.  Source: PriorZero 3.1, UniZero eq. 5."""
+    """Loss of a Window of H + n steps, and its terms, means over valid steps: 10 latent + 1 policy (with an entropy bonus) + 0.5 value +
+    1 reward + 1 valid (ours: -log of the policy's mass on valid actions among all of the batch).  Source: PriorZero 3.1, UniZero eq. 5."""
     H, support = cfg.window, model.support
     values, goals = target_values(target, bank, w, cfg)
     returns = n_step_targets(w.reward[:, :-1], values, w.terminated[:, :-1], w.truncated[:, :-1], cfg.gamma, cfg.td_steps)[:, :H]
@@ -436,8 +430,7 @@ def world_model_losses(model, target, bank, w, cfg):
     z, a, tokens = encode_texts(model, bank, w.obs[:, :H], w.action[:, :H], names)
     at_obs, at_action = model(z, a)
     scores = model.score(at_obs, model.action_key(tokens)).masked_fill(names == 0, -1e9)  # [B, H, names]
-    own = scores.gather(2, places).masked_fill(lists == 0, -1e9)  # [B, H, A]
-    logp = own.log_softmax(-1)
+    logp = (own := scores.gather(2, places).masked_fill(lists == 0, -1e9)).log_softmax(-1)  # [B, H, A]
     predicted = model.normalize(model.latent(at_action))
     terms = {"latent_loss": ((predicted - goals).square().mean(-1) if cfg.latent_norm == "layernorm" else  # or the groups' KL, but for
                              -(goals * (predicted + 1e-6).log()).sum(-1) / (cfg.width / 8), mask),         # the goal's own entropy
@@ -459,8 +452,7 @@ def update_world_model(agent):
     loss, terms = world_model_losses(agent.model, agent.target, agent.bank, window, cfg)
     loss.backward()
     norm = optimizer_step(agent.optimizer, agent.model.parameters(), 10.0, f"world-model update {agent.wm_updates}", starts)
-    with torch.no_grad():
-        torch._foreach_lerp_(list(agent.target.parameters()), list(agent.model.parameters()), cfg.ema)
+    torch._foreach_lerp_(list(agent.target.parameters()), [p.detach() for p in agent.model.parameters()], cfg.ema)
     agent.wm_updates += 1
     return {"wm_loss": loss.detach(), "wm_grad_norm": norm} | {name: term.detach() for name, term in terms.items()}
 
@@ -488,8 +480,7 @@ def pad(rows, device, side="right", dtype=torch.long):
     """Lists of numbers -> [B, longest], padded with 0 on one side."""
     return pad_sequence([torch.tensor(r, dtype=dtype) for r in rows], batch_first=True, padding_side=side).to(device)
 
-def pad_ids(rows, device, side="right"):
-    """Token ids [B, T] and their mask, which comes from lengths, never from ids."""
+def pad_ids(rows, device, side="right"):  # token ids [B, T] and their mask, which comes from lengths, never from ids
     return pad(rows, device, side), pad([[1] * len(r) for r in rows], device, side)
 
 def load_pretrained(kind, model, flag_name, dtype=torch.float32):
@@ -525,8 +516,7 @@ class LanguageModel:
                 if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
                     parent, _, child = name.rpartition(".")
                     setattr(model.get_submodule(parent), child, LoRALinear(module, cfg.lora_rank))
-        # eval() for good, no dropout: rollout and update must see the same function (first ratio exactly 1).
-        self.model, self.tokenizer, self.device = model.eval().to(cfg.torch_device), tokenizer, cfg.torch_device
+        self.model, self.tokenizer, self.device = model.eval().to(cfg.torch_device), tokenizer, cfg.torch_device  # eval: never dropout
         self.token_budget, self.version, self.cache = cfg.token_budget, 0, {}
         self.start = {name: p.detach().clone() for name, p in self.trainable().items()}
     def trainable(self):
@@ -585,18 +575,16 @@ def encode_prompt(llm, cfg, obs, actions, history):
         past = [f"Step {n}. Observation: {o}\nAction: {a}\nReward: {r:g}" for n, (o, a, r) in enumerate(history, 1)][first:]
         user = "\n".join(["=== HISTORY ===", *(past or ["(none)"]), "\n=== CURRENT OBSERVATION ===", obs, "\n=== VALID ACTIONS ===",
                           *actions, "\n=== INSTRUCTION ===", FORMAT if cfg.use_cot else FORMAT.splitlines()[-1]])
-        text = f"{ROLE[cfg.env]}\n\n{user}\n"
-        if llm.tokenizer.chat_template:
-            turns = [{"role": "system", "content": ROLE[cfg.env]}, {"role": "user", "content": user}]
-            text = llm.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        turns = [{"role": "system", "content": ROLE[cfg.env]}, {"role": "user", "content": user}]
+        text = (llm.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) if llm.tokenizer.chat_template
+                else f"{ROLE[cfg.env]}\n\n{user}\n")
         if len(ids := llm.ids(text)) <= cfg.max_prompt_len:
             break
     return ids[-cfg.max_prompt_len:]
 
-@torch.no_grad()
 def generate_analyses(llm, prompts, cfg, generator):
     """What stands between each prompt (token ids) and the action: "Action:" alone, or with --cot an analysis, sampled at temperature 1
-    up to a blank line or EOS.  Its text from the first "Action:" on is cut off: actions are scored, not parsed.  Source: PriorZero 3.2.
+    up to a blank line or EOS, and cut at its first "Action:", since actions are scored, not parsed.  Source: PriorZero 3.2.
     Returns dicts: ids, which end in "Action:"; logps at rollout; written, 1 = token of the LLM; format_ok."""
     if not cfg.use_cot:
         label = llm.ids("Action:")
@@ -618,9 +606,9 @@ def cut_analysis(llm, ids, logps):
     texts = [llm.tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
     end = next((n for n, text in enumerate(texts) if "\n\n" in text.lstrip()), len(ids))
     ids = ids[:next((n for n, text in enumerate(texts[:end]) if "Action:" in text), end)]
-    added = [] if "Action:" in texts[len(ids)] else llm.ids("\nAction:")
-    return {"ids": ids + added, "logps": logps[:len(ids)] + [0.0] * len(added), "written": [1] * len(ids) + [0] * len(added),
-            "format_ok": format_ok(texts[end])}
+    label = [] if "Action:" in texts[len(ids)] else llm.ids("\nAction:")
+    return {"ids": ids + label, "logps": logps[:len(ids)] + [0.0] * len(label),
+            "written": [1] * len(ids) + [0] * len(label), "format_ok": format_ok(texts[end])}
 
 def action_scores(model, prompts, analyses, actions):
     """s(a) = mean over the tokens of " <action><eos>" of log p(token | prompt, analysis, tokens before).  Source: PriorZero 3.2.
@@ -632,8 +620,12 @@ def action_scores(model, prompts, analyses, actions):
 # ---- Playing ------------------------------------------------------------------------------------------------------------
 class Game:
     """An episode in progress: what is seen now, and its steps so far (dicts of plain values, for replay and checkpoint)."""
-    def __init__(self, agent, task, obs, info, steps=()):
+    def __init__(self, agent, pool, i, task, steps=()):
+        """Start `task` in environment i of the pool; with `steps` (--resume) play these again."""
         self.agent, self.task, self.steps, self.terminated = agent, task, list(steps), False
+        obs, info = pool.reset([i], [task])[0]
+        for step in steps:
+            obs, *_, info = pool.step([i], [step["command"]])[0]
         self.look(obs, info)
     def look(self, obs, info):
         self.obs, self.actions, self.won = obs or "(nothing)", info["admissible_actions"][:self.agent.cfg.num_slots], info["won"]
@@ -662,9 +654,8 @@ def llm_priors(llm, games, cfg, generator):
     return [llm.cache[key] for key in keys]
 
 @torch.no_grad()
-def decide(agent, games, num_simulations, temperature, num_greedy, generators, llm_only=False):
-    """LLM prior, fusion at the root, search (PriorZero table 2); the first `num_greedy` games without noise and temperature.
-    Returns lists, places of actions, policies, priors; and figures."""
+def decide(agent, games, num_simulations, temperature, noise, generators, llm_only=False):
+    """LLM prior, fusion at the root, search (PriorZero table 2).  Returns lists, places of actions, policies, priors; and figures."""
     cfg, llm, clock = agent.cfg, agent.llm, time.perf_counter()
     recent = [g.steps[max(len(g.steps) - cfg.context + 1, 0):] for g in games]
     numbers = ([[*(s["obs"] for s in r), g.number] for r, g in zip(recent, games)], [[s["action"] for s in r] for r in recent],
@@ -678,13 +669,10 @@ def decide(agent, games, num_simulations, temperature, num_greedy, generators, l
         alpha = adaptive_alpha(logits.softmax(-1), roots.valid, 0.3, 0.7) if cfg.adaptive_alpha else cfg.alpha
         logits = fuse_root_prior(logits, scores, roots.valid, 1.0 if llm_only else alpha, cfg.prior_temperature)
         seconds_prior = time.perf_counter() - before
-    policy, greedy = logits.softmax(-1), torch.arange(len(games), device=agent.device) < num_greedy
-    noisy = add_root_noise(policy, roots.valid, 0.3, cfg.dirichlet_fraction, generators["search"])
-    visits = policy = torch.where(greedy[:, None], policy, noisy)
+    visits = policy = logits.softmax(-1)
     if cfg.mcts and not llm_only:
-        visits = tree_search(agent.model, roots, policy.clamp(min=1e-12).log(), cfg, num_simulations).visit_counts
+        visits = tree_search(agent.model, roots, logits, cfg, num_simulations, noise, generators["search"]).visit_counts
     slots = torch.multinomial(action_probs(visits, temperature), 1, generator=generators["search"])[:, 0]
-    slots = torch.where(greedy, visits.argmax(1), slots)
     return slots.tolist(), action_probs(visits, 1.0).tolist(), priors, {
         "visit_entropy": visit_entropy(visits), "prior_entropy": visit_entropy(policy), "root_value": roots.value,
         "prior_ms": 1e3 * seconds_prior / len(games), "search_ms": 1e3 * (time.perf_counter() - clock - seconds_prior) / len(games)}
@@ -699,8 +687,7 @@ def collect(agent, pool, games):
     """One step of every environment; finished games go to the replay and are returned, with figures."""
     cfg, cooled = agent.cfg, min(1.0, 2 * agent.env_steps / agent.cfg.env_steps)
     temperature = cfg.temperature + cooled * (cfg.final_temperature - cfg.temperature)
-    num_greedy = round(cfg.greedy_share * cfg.num_envs) if cooled == 1 else 0
-    over, figures = play(agent, pool, games, cfg.num_simulations, temperature, num_greedy, agent.generators)
+    over, figures = play(agent, pool, games, cfg.num_simulations, temperature, True, agent.generators)
     finished = [games[i] for i in over]
     for i, game in zip(over, finished):
         agent.known = sorted({*agent.known}.union(*(s["list"] for s in game.steps)))
@@ -712,11 +699,10 @@ def collect(agent, pool, games):
     agent.env_steps += len(games)
     return finished, figures
 
-def new_game(agent, pool, i):
-    """Start a task, drawn by --seed and a counter, in environment i."""
+def new_game(agent, pool, i):  # a task drawn by --seed and a counter
     task = int(np.random.default_rng((agent.cfg.seed, agent.tasks_begun)).integers(pool.num_tasks))
     agent.tasks_begun += 1
-    return Game(agent, task, *pool.reset([i], [task])[0])
+    return Game(agent, pool, i, task)
 
 def evaluate(agent, pool, llm_only=False):
     """Play tasks 0 .. eval_episodes - 1 once, greedily, without noise, with random numbers of its own.  Returns means, {} if none."""
@@ -724,14 +710,13 @@ def evaluate(agent, pool, llm_only=False):
     waiting, generators = list(range(min(cfg.eval_episodes, pool.num_tasks))), make_generators(20260512, agent.device)
     while waiting or games:
         for i in [i for i in range(cfg.num_envs) if i not in games][:len(waiting)]:
-            games[i] = Game(agent, waiting[0], *pool.reset([i], [waiting.pop(0)])[0])
-        over, _ = play(agent, pool, games, cfg.eval_simulations, 1.0, len(games), generators, llm_only)
+            games[i] = Game(agent, pool, i, waiting.pop(0))
+        over, _ = play(agent, pool, games, cfg.eval_simulations, 0.0, False, generators, llm_only)
         played += [games.pop(i) for i in over]
     figures = np.array([(g.ret, g.won, len(g.steps)) for g in played])
     return dict(zip(("return", "solved", "length"), figures.mean(0).tolist()), episodes=len(played)) if played else {}
 
 # ---- The LLM's phase ----------------------------------------------------------------------------------------------------
-@torch.no_grad()
 def sample_advantages(agent, samples):
     """A = Q_n - v(z_t) of the target world model for samples in the replay: -> [N], game units.  Source: PriorZero 3.3."""
     cfg, replay, out = agent.cfg, agent.replay, []
@@ -748,8 +733,7 @@ def response_logps(llm, samples):
     """Log-probabilities [B, S] of analysis and action behind each prompt, fp32, 0 on padding, from one forward pass."""
     prompts, answers = [s["prompt"] for s in samples], [s["ids"] + llm.answer_ids(s["action"]) for s in samples]
     ids, mask = pad_ids([p + a for p, a in zip(prompts, answers)], llm.device)
-    scored = pad_ids(answers, llm.device)[1]
-    b, s = scored.nonzero(as_tuple=True)
+    b, s = (scored := pad_ids(answers, llm.device)[1]).nonzero(as_tuple=True)
     at = torch.tensor([len(p) - 1 for p in prompts], device=llm.device)[b] + s  # position t predicts token t + 1
     logp = llm.log_probs(llm.hidden(ids, mask)[0][b, at]).gather(1, ids[b, at + 1][:, None])[:, 0]
     return torch.zeros(scored.shape, device=llm.device).index_put((b, s), logp)
@@ -774,8 +758,7 @@ def backward_llm(agent, samples, advantages):
         weights = token_weights(cot_mask, action_mask, cfg.w_cot)
         loss = ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, cfg.clip, cfg.kl_coef, num_tokens)
         loss.backward()
-        logp = logp.detach()
-        change = ((logp - old_logp) * mask).expm1()  # ratio - 1
+        change = (((logp := logp.detach()) - old_logp) * mask).expm1()  # ratio - 1
         sums += torch.stack([mask.sum(), loss.detach() * num_tokens, (change * advantage[:, None].sign() > cfg.clip).sum(),
                              (k3_kl(logp, ref_logp) * mask).sum(), change.abs().sum()])
     return sums
@@ -784,9 +767,7 @@ def train_llm(agent):
     """One LLM phase: optimiser steps on the samples since the last phase.  Returns its figures.  Source: PriorZero 3.3."""
     cfg, llm, samples, sums, norms, order = agent.cfg, agent.llm, agent.samples, [], [], []
     raw, good = sample_advantages(agent, samples).to(llm.device), [s["format_ok"] for s in samples]
-    advantages = normalize_advantages(raw)
-    if cfg.use_cot:
-        advantages = blend_format_reward(advantages, good, cfg.format_weight)
+    advantages = blend_format_reward(normalize_advantages(raw), good, cfg.format_weight if cfg.use_cot else 0.0)
     total = max(1.0, cfg.env_steps * cfg.replay_ratio * agent.phase[1] / agent.phase[0])  # LLM updates of the run
     for _ in range(agent.phase[1]):
         order = order or torch.randperm(len(samples), generator=agent.generators["mini_batches"]).tolist()
@@ -830,8 +811,7 @@ class Agent:
         if cfg.alpha or cfg.llm_only:
             folder = TINY_FOLDER if cfg.model == "tiny" else cfg.model
             self.llm = LanguageModel(*load_pretrained(AutoModelForCausalLM, folder, "--model", half), cfg)
-            weights = self.llm.trainable().values()
-            self.llm_optimizer = torch.optim.AdamW(weights, lr=cfg.llm_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+            self.llm_optimizer = torch.optim.AdamW(self.llm.trainable().values(), cfg.llm_lr, (0.9, 0.95), weight_decay=0.01, fused=True)
     def known_actions(self, *lists):
         """Text numbers of all actions in finished episodes and in these lists, sorted, behind A zeros: so there are always A."""
         known = sorted({*self.known}.union(*lists) - {0})
@@ -880,13 +860,6 @@ def restore(agent, state, path):
     vars(agent).update(state["counters"])
     for name, generator in agent.generators.items():
         generator.set_state(state["generators"][name])
-
-def resume_game(agent, pool, i, task, steps):
-    """Bring environment i back to where it was: the same task, the same actions again."""
-    obs, info = pool.reset([i], [task])[0]
-    for step in steps:
-        obs, *_, info = pool.step([i], [step["command"]])[0]
-    return Game(agent, task, obs, info, steps)
 
 def open_run_dir(cfg, state):
     """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError."""
@@ -943,7 +916,7 @@ def train(cfg, state=None):
         run_dir = open_run_dir(cfg, state)
         if state:
             restore(agent, state, run_dir)
-            results, games = state["results"], {i: resume_game(agent, pool, i, *game) for i, game in state["games"].items()}
+            results, games = state["results"], {i: Game(agent, pool, i, *game) for i, game in state["games"].items()}
         else:
             results, games = {f"{name} before": evaluate(agent, eval_pool)}, {i: new_game(agent, pool, i) for i in range(cfg.num_envs)}
             results |= {"LLM alone before": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
@@ -971,8 +944,7 @@ def train(cfg, state=None):
     (run_dir / "result.json").write_text(json.dumps(results))
     return results, run_dir
 
-def table(results):
-    """The end of a run: one row for each agent."""
+def table(results):  # one row for each agent
     rows = [f"{n:17s}{r['return']:9.3f}{100 * r['solved']:9.1f}%{r['length']:9.1f}{r['episodes']:10d}" for n, r in results.items() if r]
     return "\n".join(["                    return    solved   length  episodes", *rows])
 

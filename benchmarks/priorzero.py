@@ -62,7 +62,7 @@ def main():
         playing = list(games.values())
 
         def search():
-            pz.decide(unizero, playing, cfg.num_simulations, 1.0, 0, unizero.generators)
+            pz.decide(unizero, playing, cfg.num_simulations, 1.0, True, unizero.generators)
 
         def prior():
             agent.llm.cache.clear()

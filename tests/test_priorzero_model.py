@@ -1,6 +1,7 @@
 """The parts of priorzero.py that hold weights: world model, search, replay, LLM scores and the two training phases."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -34,11 +35,13 @@ def shake(model, seed=1, scale=0.3):
 
 
 def roots_of(agent, histories):
-    """Roots of made-up histories: a list of (observations, actions between them) for each row; the list of actions is always the same."""
+    """Roots of made-up histories: a list of (observations, actions between them) for each row; the list of actions is always the same.
+    A fourth action is known, but in no list."""
     actions = agent.bank(["press red", "press green", "press blue"])
+    known = sorted([*actions, *agent.bank(["press gold"])])
     obs = pz.pad([agent.bank(o) for o, _ in histories], "cpu")
     taken = pz.pad([agent.bank(a) for _, a in histories], "cpu")
-    return pz.encode_roots(agent.model, agent.bank, obs, taken, torch.tensor([actions] * len(histories)), torch.tensor([0, 0, 0, *sorted(actions)]))
+    return pz.encode_roots(agent.model, agent.bank, obs, taken, torch.tensor([actions] * len(histories)), torch.tensor([0, 0, 0, *known]))
 
 
 def path_of(roots, stored):
@@ -84,8 +87,22 @@ def test_cached_equals_full_context(alone):
             x = model.run(torch.stack(tokens)[None] + model.positions[:len(tokens)])[0][0, -1]
             assert torch.allclose(model.decode(model.value, x), step.value[row], atol=1e-5)
             scores = model.score(x, roots.keys)
-            assert torch.allclose(scores[3:].sort(descending=True).values, step.prior_logits[row], atol=1e-5)
+            assert torch.allclose(scores[3:].sort(descending=True).values[:3], step.prior_logits[row], atol=1e-5)
             assert torch.allclose(scores[step.embedding[1][row]], step.prior_logits[row], atol=1e-5)  # the actions that these scores belong to
+
+
+@torch.no_grad()
+def test_an_imagined_state_may_have_actions_that_the_root_has_not(alone):
+    """With the root's list instead, a step into another room looks worth little, and the search prefers to idle."""
+    roots, gold = roots_of(alone, HISTORIES), alone.bank(["press gold"])[0]
+    step = pz.imagine(alone.model, roots, path_of(roots, []), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
+    first = roots.known[step.embedding[1]]  # [B, A] numbers of the actions of the imagined states
+    assert (first > 0).all() and (first == gold).any() and all(len(set(row)) == 3 for row in first.tolist())
+    unloved = roots._replace(keys=torch.where(roots.known[:, None] == gold, -1.0, 1.0 + 0 * roots.keys))
+    hook = alone.model.policy.register_forward_hook(lambda *_: torch.full((3, alone.cfg.width), 9.0))
+    step = pz.imagine(alone.model, unloved, path_of(roots, []), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
+    hook.remove()
+    assert not (roots.known[step.embedding[1]] == gold).any()
 
 
 @torch.no_grad()
@@ -155,26 +172,25 @@ def test_case34_invalid_actions_and_noise(alone):
     assert torch.equal(result.visit_counts, pz.tree_search(alone.model, roots, roots.logits, alone.cfg, 12).visit_counts)  # case 56
 
 
-def test_noise_and_temperature_are_not_for_the_greedy(alone):
-    """The first num_greedy games: the same decision whatever the random numbers; the others: noise in the prior, actions drawn."""
+def test_noise_and_temperature_are_for_collection_only(alone, monkeypatch):
+    """Evaluation: the same decisions whatever the random numbers, and the most visited action; collection: neither."""
     games = list(alone.games.values())
-    def decide(seed, num_greedy):
-        return pz.decide(alone, games, 8, 1.0, num_greedy, pz.make_generators(seed, "cpu"))
-    runs = [decide(seed, 2) for seed in range(6)]
-    assert all(run[k][:2] == runs[0][k][:2] for run in runs for k in (0, 1)) and any(run[1][2:] != runs[0][1][2:] for run in runs)
-    for slots, policies, *_ in runs:
-        assert all(policies[n][slots[n]] == max(policies[n]) for n in range(2))
-    assert any(policies[n][slots[n]] < max(policies[n]) for slots, policies, *_ in runs for n in (2, 3))
-
-
-def test_greedy_games_begin_in_the_middle_of_the_run(monkeypatch):
-    agent, seen = tiny.agent(monkeypatch, env_steps=80, greedy_share=0.5, temperature=1.0, final_temperature=0.2), []
-    play = pz.play
+    def decide(seed, *how):
+        return pz.decide(alone, games, 8, *how, pz.make_generators(seed, "cpu"))[:2]
+    greedy, noisy, drawn = ([decide(seed, *how) for seed in range(6)] for how in ((0.0, False), (0.0, True), (1.0, False)))
+    assert all(run == greedy[0] for run in greedy) and all(p[k] == max(p) for k, p in zip(*greedy[0]))
+    assert any(run[1] != greedy[0][1] for run in noisy) and any(p[k] < max(p) for run in drawn for k, p in zip(*run))
+    seen, play = [], pz.play
     monkeypatch.setattr(pz, "play", lambda agent, pool, games, *how: seen.append(how[1:3]) or play(agent, pool, games, *how))
-    tiny.collected(agent, steps=20)
-    temperatures, num_greedy = zip(*seen)
-    assert num_greedy == (0,) * 10 + (2,) * 10 and temperatures[0] == 1.0 and temperatures[5] == pytest.approx(0.6)
+    alone.cfg.env_steps, alone.env_steps, alone.cfg.temperature, alone.cfg.final_temperature = 80, 0, 1.0, 0.2
+    tiny.collected(alone, steps=20)
+    temperatures, noise = zip(*seen)
+    assert all(noise) and temperatures[0] == 1.0 and temperatures[5] == pytest.approx(0.6)
     assert temperatures[10:] == pytest.approx((0.2,) * 10)
+    seen.clear()
+    alone.cfg.eval_episodes = 2
+    pz.evaluate(alone, tiny.LampPool())
+    assert set(seen) == {(0.0, False)}
 
 
 def test_depth_stays_within_the_positions():
@@ -244,6 +260,28 @@ def test_behind_a_win_the_value_learns_zero(alone):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_valid_loss_is_the_mass_on_valid_actions(alone):
+    """-log of the policy's mass on the state's own list, among all actions of the batch; the policy loss sees the list alone."""
+    cfg = alone.cfg
+    w = alone.replay.window(alone.replay.draw(6, torch.Generator().manual_seed(0)), cfg.window + cfg.td_steps)
+    terms = pz.world_model_losses(alone.model, alone.target, alone.bank, w, cfg)[1]
+    H, names = cfg.window, sorted({n for n in w.list[:, :cfg.window].flatten().tolist() if n})
+    z, a = pz.encode_texts(alone.model, alone.bank, w.obs[:, :H], w.action[:, :H])
+    at_obs, _ = alone.model(z, a)
+    valid, policy = [], []
+    for b in range(6):
+        for t in range(H):
+            if w.mask[b, t]:
+                keys = alone.model.action_key(pz.encode_texts(alone.model, alone.bank, torch.tensor(names))[0])
+                p = alone.model.score(at_obs[b, t], keys).softmax(-1)
+                own = [names.index(n) for n in w.list[b, t].tolist() if n]
+                valid.append(-math.log(sum(p[own].tolist())))
+                policy.append(-sum(v * math.log(p[k] / sum(p[own].tolist())) for v, k in zip(w.visits[b, t].tolist(), own)))
+    assert float(terms["valid_loss"]) == pytest.approx(sum(valid) / len(valid), abs=1e-5)
+    assert float(terms["policy_loss"]) == pytest.approx(sum(policy) / len(policy), abs=1e-5)
+
+
 def test_target_values_have_history(alone):
     """Values at steps H .. H+n-1 come with at least n real steps before them; all are the target's, not the online model's."""
     cfg, starts = alone.cfg, alone.replay.draw(8, torch.Generator().manual_seed(0))
@@ -559,9 +597,9 @@ def test_switches_change_what_is_played(guided, monkeypatch):
     priors = pz.llm_priors(guided.llm, games, guided.cfg, None)
     best = [max(range(len(p["action_logps"])), key=lambda n: sum(p["action_logps"][n]) / len(p["action_logps"][n])) for p in priors]
     monkeypatch.setattr(pz, "tree_search", None)
-    assert pz.decide(guided, games, 8, 1.0, 4, guided.generators, llm_only=True)[0] == best
+    assert pz.decide(guided, games, 8, 0.0, False, guided.generators, llm_only=True)[0] == best
     guided.cfg.mcts = False
-    _, policies, _, _ = pz.decide(guided, games, 8, 1.0, 4, guided.generators)
+    _, policies, _, _ = pz.decide(guided, games, 8, 1.0, False, guided.generators)
     scores = torch.tensor([sum(x) / len(x) / guided.cfg.prior_temperature for x in priors[0]["action_logps"]]).softmax(0)
     assert torch.allclose(torch.tensor(policies[0][:len(scores)]), 0.5 / len(scores) + 0.5 * scores, atol=1e-4)  # its own prior is uniform
 

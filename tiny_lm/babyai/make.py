@@ -1,8 +1,10 @@
-"""Make the tiny LM that priorzero.py ships as its prior for BabyAI (`python priorzero.py --warm_start`).
+"""Make the tiny LM that priorzero.py ships as its prior for BabyAI.
+
+    python -m tiny_lm.babyai.make        # two minutes on one core
 
 Not part of the PriorZero method: it stands in for the pretraining of a real LLM on a machine that cannot hold one.  It imitates
 the scripted expert on LEVELS, which are NOT the levels that the README evaluates (PickupLoc, GoToObjDoor, ActionObjDoor), and on
-training seeds, which are never evaluated.  So it knows how to name what the goal names, and little of "the ball behind you".
+training seeds, which are never evaluated.  "behind you" and "on your left" it has seen in the mazes of SynthLoc only.
   - Words are tokens; numbers, too.
   - Half of the rows swap the colours at random, so that the goal's colour has to be looked up, not memorised.
   - Copying is made easy at the start: value and output projections are an orthogonal pair and the LM head is the embedding (after
@@ -18,9 +20,10 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from envs import make_env
-from priorzero import TINY_FOLDER, LanguageModel, encode_prompt, pad
+from priorzero import TINY_FOLDER, Config, LanguageModel, encode_prompt, pad
 
-LEVELS = ("GoToRedBallGrey", "GoToRedBall", "GoToObjS6", "GoToLocalS8N7", "GoToRedBlueBall", "GoToDoor", "PickupDistDebug", "PickupAbove")
+LEVELS = ("GoToRedBallGrey", "GoToRedBall", "GoToObjS6", "GoToLocalS8N7", "GoToRedBlueBall", "GoToDoor", "PickupDistDebug", "PickupAbove",
+          "SynthLoc")
 COLORS = ("red", "green", "blue", "purple", "yellow", "grey")
 FIRST_TASK = 50_000  # training tasks from here on
 
@@ -97,7 +100,7 @@ def train(llm, examples, steps, lr, rng, batch_size=32, prompt_weight=0.1):
 
 
 def main(cfg, episodes=250, steps=1000, noise=0.2, width=64, layers=2, heads=4):
-    """Collect expert steps, build the tokenizer, imitate, and write the LM to tiny_lm_babyai/."""
+    """Collect expert steps, build the tokenizer, imitate, and write the LM to tiny_lm/babyai/."""
     rng = random.Random(cfg.seed)
     torch.manual_seed(cfg.seed)
     demos = collect(episodes, noise, rng)
@@ -111,3 +114,7 @@ def main(cfg, episodes=250, steps=1000, noise=0.2, width=64, layers=2, heads=4):
     tokenizer.save_pretrained(TINY_FOLDER)
     llm.model.save_pretrained(TINY_FOLDER)
     print(f"wrote {TINY_FOLDER}; see how it plays: python priorzero.py --env_steps 0 --no-baseline")
+
+
+if __name__ == "__main__":
+    main(Config())
