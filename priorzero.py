@@ -20,7 +20,7 @@ On 2 CPU cores, no GPU, no network, a shipped tiny LM as the prior; and on one G
 
 DEVIATION: an action is its TEXT, not its place in the list (`--action_slots index`: the public code's way).  Place i means another
 command in every state, so an action token embeds the command, and the policy scores the commands of the state's own list.  An imagined
-state, whose list nobody knows, has the A likeliest of all known commands; `valid_loss` teaches the policy which those are.
+state, whose list nobody knows, has those of all known commands that are more likely valid than not (`valid_loss`), A at most.
 """
 
 import argparse, copy, dataclasses, importlib, json, math, os, random, re, signal, sys, time, zlib
@@ -178,10 +178,7 @@ def n_step_targets(rewards, values, terminated, truncated, gamma, n):
     """Q_n(t) = sum_{i < n} gamma^i r_{t+i} + gamma^n v_{t+n}, which never looks beyond an episode's end.
     Args: rewards [..., T] game units; values [..., T+1], v(o_t); terminated, truncated bool [..., T]: step t ends its episode,
         and then v(o_{t+1}) counts as 0, or takes the place of all that would come.  T may end in the middle of an episode.
-    Returns: [..., T].  Source: PriorZero 3.3, MuZero eq. 3.
-    >>> n_step_targets(torch.tensor([1., 0, 2]), torch.full((4,), 10.), torch.tensor([0, 0, 1]), torch.zeros(3), 0.9, 5)
-    tensor([2.6200, 1.8000, 2.0000])
-    """
+    Returns: [..., T].  Source: PriorZero 3.3, MuZero eq. 3."""
     returns = values
     for _ in range(n):
         after = torch.where(truncated.bool(), values[..., 1:], returns[..., 1:]).masked_fill(terminated.bool(), 0.0)
@@ -299,7 +296,7 @@ class WorldModel(nn.Module):
         self.action_key, self.positions = nn.Linear(D, D), nn.Parameter(0.02 * torch.randn(2 * cfg.window, D))
         self.blocks, self.norm_out = nn.ModuleList([Block(D, cfg.heads) for _ in range(cfg.layers)]), nn.LayerNorm(D)
         self.register_buffer("support", torch.arange(-50.0, 51.0))  # in h-space
-        self.policy, self.value, self.reward, self.latent = (make_head(D, out) for out in (D, 101, 101, D))
+        self.policy, self.valid, self.value, self.reward, self.latent = (make_head(D, out) for out in (D, D, 101, 101, D))
         nn.init.normal_(self.table.weight, std=0.1)  # it is normalised anyway, and what is small is soon learnt
     def encode(self, features):
         """What the bank keeps of texts [N, ...] -> normalised latents [N, D]."""
@@ -318,9 +315,9 @@ class WorldModel(nn.Module):
     def decode(self, head, x):
         """Outputs [..., D] -> game units [...]: the mean of the value or reward head, transformed back."""
         return inverse_value_transform(expected_value(head(x), self.support))
-    def score(self, x, keys):
-        """Policy logits: outputs [..., D], action keys [V, D] -> [..., V]."""
-        return self.policy(x) @ keys.T / math.sqrt(x.shape[-1])
+    def score(self, head, x, keys):
+        """Logits of the policy or of validity: outputs [..., D], action keys [V, D] -> [..., V]."""
+        return head(x) @ keys.T / math.sqrt(x.shape[-1])
 
 def encode_texts(model, bank, *numbers):
     """Latents [..., D] of tensors of text numbers [...]; each text is encoded once."""
@@ -341,12 +338,12 @@ def encode_roots(model, bank, obs, actions, lists, known):
     x, past = model.run(x + model.positions[:x.shape[1]])
     lengths, valid, keys, slots = 2 * (obs > 0).sum(1) - 1, lists > 0, model.action_key(tokens), torch.searchsorted(known, lists)
     x = x[torch.arange(len(x), device=x.device), lengths - 1]
-    logits = model.score(x, keys).gather(1, slots).masked_fill(~valid, -torch.inf)
+    logits = model.score(model.policy, x, keys).gather(1, slots).masked_fill(~valid, -torch.inf)
     return Roots(logits, model.decode(model.value, x), valid, slots, known, tokens, keys, past, lengths)
 
 def imagine(model, roots, path, path_mask, action, gamma):
     """One imagined step for each row; a node stores the keys/values of its two tokens (its action, its latent) and its actions.
-    The list of an imagined state is not known: it gets the A known actions that the policy likes best there.
+    An imagined state gets those of the known actions that are more likely valid than not, A at most, and at least the likeliest.
     Args: path (kv [B, K, 2, L, 2, D], slots [B, K, A]): what the parent, its parent, ..., the root stored; path_mask [B, K];
         action [B], a place in the parent's list.  Returns: mcts.Step.  Source: PriorZero 3.1, g(z, a) -> (z', r)."""
     path, slots = path
@@ -360,7 +357,8 @@ def imagine(model, roots, path, path_mask, action, gamma):
     reward, latent = model.decode(model.reward, x[:, 0]), model.normalize(model.latent(x[:, 0]))
     past, mask = torch.cat([past, kv_action], 1), F.pad(mask, (0, 1), value=True)
     x, kv_latent = model.run((latent + F.embedding(position + 1, model.positions))[:, None], past, mask)
-    logits, slots = model.score(x[:, 0], roots.keys).masked_fill(roots.known == 0, -1e9).topk(slots.shape[2])
+    valid, slots = model.score(model.valid, x[:, 0], roots.keys).masked_fill(roots.known == 0, -1e9).topk(slots.shape[2])
+    logits = model.score(model.policy, x[:, 0], roots.keys).gather(1, slots).masked_fill(valid < valid[:, :1].clamp(max=0), -1e9)
     return Step(reward, torch.full_like(reward, gamma), logits, model.decode(model.value, x[:, 0]),
                 (torch.cat([kv_action, kv_latent], 1), slots))
 
@@ -419,7 +417,7 @@ def target_values(target, bank, w, cfg):
 
 def world_model_losses(model, target, bank, w, cfg):
     """Loss of a Window of H + n steps, and its terms, means over valid steps: 10 latent + 1 policy (with an entropy bonus) + 0.5 value +
-    1 reward + 1 valid (ours: -log of the policy's mass on valid actions among all of the batch).  Source: PriorZero 3.1, UniZero eq. 5."""
+    1 reward + 1 valid (ours: binary cross-entropy, which of the batch's actions are in the list).  Source: PriorZero 3.1, UniZero eq. 5."""
     H, support = cfg.window, model.support
     values, goals = target_values(target, bank, w, cfg)
     returns = n_step_targets(w.reward[:, :-1], values, w.terminated[:, :-1], w.truncated[:, :-1], cfg.gamma, cfg.td_steps)[:, :H]
@@ -429,12 +427,14 @@ def world_model_losses(model, target, bank, w, cfg):
     names, places = lists.unique(return_inverse=True)
     z, a, tokens = encode_texts(model, bank, w.obs[:, :H], w.action[:, :H], names)
     at_obs, at_action = model(z, a)
-    scores = model.score(at_obs, model.action_key(tokens)).masked_fill(names == 0, -1e9)  # [B, H, names]
-    logp = (own := scores.gather(2, places).masked_fill(lists == 0, -1e9)).log_softmax(-1)  # [B, H, A]
+    keys = model.action_key(tokens)
+    logp = model.score(model.policy, at_obs, keys).gather(2, places).masked_fill(lists == 0, -1e9).log_softmax(-1)  # [B, H, A]
+    valid = model.score(model.valid, at_obs, keys)  # [B, H, names]
+    valid_loss = F.binary_cross_entropy_with_logits(valid, torch.zeros_like(valid).scatter_(2, places, 1.0), reduction="none")
     predicted = model.normalize(model.latent(at_action))
     terms = {"latent_loss": ((predicted - goals).square().mean(-1) if cfg.latent_norm == "layernorm" else  # or the groups' KL, but for
                              -(goals * (predicted + 1e-6).log()).sum(-1) / (cfg.width / 8), mask),         # the goal's own entropy
-             "valid_loss": (scores.logsumexp(-1) - own.logsumexp(-1), mask),
+             "valid_loss": (valid_loss @ (names > 0).float() / lists.shape[2], mask),
              "policy_loss": (-(visits * logp).sum(-1), mask), "policy_entropy": (-(logp.exp() * logp).sum(-1), mask),
              "value_loss": (-(two_hot(returns, support) * model.value(at_obs).log_softmax(-1)).sum(-1), value_mask),
              "reward_loss": (-(two_hot(rewards, support) * model.reward(at_action).log_softmax(-1)).sum(-1), mask),

@@ -86,23 +86,33 @@ def test_cached_equals_full_context(alone):
             tokens.append(model.normalize(model.latent(x)))
             x = model.run(torch.stack(tokens)[None] + model.positions[:len(tokens)])[0][0, -1]
             assert torch.allclose(model.decode(model.value, x), step.value[row], atol=1e-5)
-            scores = model.score(x, roots.keys)
-            assert torch.allclose(scores[3:].sort(descending=True).values[:3], step.prior_logits[row], atol=1e-5)
-            assert torch.allclose(scores[step.embedding[1][row]], step.prior_logits[row], atol=1e-5)  # the actions that these scores belong to
+            scores, valid = (model.score(head, x, roots.keys) for head in (model.policy, model.valid))
+            likeliest = valid[3:].topk(3)
+            assert torch.equal(step.embedding[1][row], likeliest.indices + 3)
+            expected = torch.where((likeliest.values >= 0) | (torch.arange(3) == 0), scores[likeliest.indices + 3], -1e9)
+            assert torch.allclose(expected, step.prior_logits[row], atol=1e-5)
 
 
 @torch.no_grad()
 def test_an_imagined_state_may_have_actions_that_the_root_has_not(alone):
     """With the root's list instead, a step into another room looks worth little, and the search prefers to idle."""
     roots, gold = roots_of(alone, HISTORIES), alone.bank(["press gold"])[0]
-    step = pz.imagine(alone.model, roots, path_of(roots, []), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
-    first = roots.known[step.embedding[1]]  # [B, A] numbers of the actions of the imagined states
-    assert (first > 0).all() and (first == gold).any() and all(len(set(row)) == 3 for row in first.tolist())
-    unloved = roots._replace(keys=torch.where(roots.known[:, None] == gold, -1.0, 1.0 + 0 * roots.keys))
-    hook = alone.model.policy.register_forward_hook(lambda *_: torch.full((3, alone.cfg.width), 9.0))
-    step = pz.imagine(alone.model, unloved, path_of(roots, []), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
+    def imagined(*likely):  # numbers of the actions [B, A] of imagined states where these are likely valid, and their priors
+        keys = torch.where(torch.isin(roots.known, torch.tensor(likely))[:, None], 1.0, -1.0).expand_as(roots.keys)
+        step = pz.imagine(alone.model, roots._replace(keys=keys), path_of(roots, []), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 1, 2]), 0.9)
+        return roots.known[step.embedding[1]], step.prior_logits.softmax(-1)
+
+    hook = alone.model.valid.register_forward_hook(lambda *_: torch.full((3, alone.cfg.width), 9.0))
+    red, green, blue = alone.bank(["press red", "press green", "press blue"])
+    names, prior = imagined(gold)
+    assert (names[:, 0] == gold).all() and (prior[:, 0] == 1).all()
+    names, prior = imagined(gold, green)
+    assert all(set(row[:2]) == {gold, green} for row in names.tolist()) and prior[:, 2].max() == 0 < prior[:, :2].min()
+    names, prior = imagined(red, green, blue)
+    assert not (names == gold).any() and prior.min() > 0
+    names, prior = imagined()
+    assert prior[:, 0].min() > 0  # none likely: the likeliest all the same
     hook.remove()
-    assert not (roots.known[step.embedding[1]] == gold).any()
 
 
 @torch.no_grad()
@@ -112,7 +122,7 @@ def test_root_equals_training_forward(alone):
     at_obs, _ = alone.model(z, a)
     roots = roots_of(alone, HISTORIES)
     assert torch.allclose(alone.model.decode(alone.model.value, at_obs[0, 2]), roots.value[0], atol=1e-5)
-    assert torch.allclose(alone.model.score(at_obs[0, 2], roots.keys)[roots.slots[0]], roots.logits[0], atol=1e-5)
+    assert torch.allclose(alone.model.score(alone.model.policy, at_obs[0, 2], roots.keys)[roots.slots[0]], roots.logits[0], atol=1e-5)
 
 
 @torch.no_grad()
@@ -261,8 +271,8 @@ def test_behind_a_win_the_value_learns_zero(alone):
 
 @torch.no_grad()
 @torch.no_grad()
-def test_valid_loss_is_the_mass_on_valid_actions(alone):
-    """-log of the policy's mass on the state's own list, among all actions of the batch; the policy loss sees the list alone."""
+def test_policy_loss_sees_the_list_and_valid_loss_all_actions(alone):
+    """The policy loss compares the actions of the state's own list; the valid loss asks for each of the batch whether it is in the list."""
     cfg = alone.cfg
     w = alone.replay.window(alone.replay.draw(6, torch.Generator().manual_seed(0)), cfg.window + cfg.td_steps)
     terms = pz.world_model_losses(alone.model, alone.target, alone.bank, w, cfg)[1]
@@ -274,9 +284,9 @@ def test_valid_loss_is_the_mass_on_valid_actions(alone):
         for t in range(H):
             if w.mask[b, t]:
                 keys = alone.model.action_key(pz.encode_texts(alone.model, alone.bank, torch.tensor(names))[0])
-                p = alone.model.score(at_obs[b, t], keys).softmax(-1)
-                own = [names.index(n) for n in w.list[b, t].tolist() if n]
-                valid.append(-math.log(sum(p[own].tolist())))
+                p, q = (alone.model.score(head, at_obs[b, t], keys) for head in (alone.model.policy, alone.model.valid))
+                own, p = [names.index(n) for n in w.list[b, t].tolist() if n], p.softmax(-1)
+                valid.append(sum(math.log1p(math.exp(-x if k in own else x)) for k, x in enumerate(q.tolist())) / cfg.num_slots)
                 policy.append(-sum(v * math.log(p[k] / sum(p[own].tolist())) for v, k in zip(w.visits[b, t].tolist(), own)))
     assert float(terms["valid_loss"]) == pytest.approx(sum(valid) / len(valid), abs=1e-5)
     assert float(terms["policy_loss"]) == pytest.approx(sum(policy) / len(policy), abs=1e-5)
