@@ -43,7 +43,7 @@ from mcts import Root, Step, action_probs, search, visit_entropy
 # K keys, D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
 logging.disable_progress_bar()
 HASH_BUCKETS, TINY_FOLDER = 8192, Path(__file__).parent / "tiny_lm/babyai"  # rows of the hash encoder's table; the shipped LM
-PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, kl_coef=0.01, format_weight=0.5)}  # not BabyAI's
+PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, eval_episodes=1, kl_coef=0.01, format_weight=0.5)}
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy llm_kl llm_clip_frac search_ms "
          "prior_ms update_ms eval_return eval_solved").split()
 
@@ -114,7 +114,7 @@ class Config:
     baseline: bool = flag(True, "after PriorZero, train UniZero with the same budget for the table")
     llm_only: bool = flag(False, "with --eval: the LLM alone, the action with the best score")
     eval_every: int = flag(2000, "environment steps between evaluations; 0 = only before and after", low=0)
-    eval_episodes: int = flag(200, "episodes of an evaluation; 0 = none", low=0)
+    eval_episodes: int = flag(100, "episodes of an evaluation; 0 = none", low=0)
     log_every: int = flag(400, "environment steps between lines of the log", low=1)
     save_every: int = flag(2000, "environment steps between checkpoints", low=1)
     seed: int = flag(1, "seed of everything but the evaluation", low=0)
@@ -704,12 +704,15 @@ def new_game(agent, pool, i):  # a task drawn by --seed and a counter
     agent.tasks_begun += 1
     return Game(agent, pool, i, task)
 
+def open_eval_pool(cfg):  # a larger batch searches faster
+    return EnvPool(cfg.env, max(1, min(4 * cfg.num_envs, cfg.eval_episodes)), cfg.env_workers, **cfg.env_options(True))
+
 def evaluate(agent, pool, llm_only=False):
     """Play tasks 0 .. eval_episodes - 1 once, greedily, without noise, with random numbers of its own.  Returns means, {} if none."""
     cfg, games, played = agent.cfg, {}, []
     waiting, generators = list(range(min(cfg.eval_episodes, pool.num_tasks))), make_generators(20260512, agent.device)
     while waiting or games:
-        for i in [i for i in range(cfg.num_envs) if i not in games][:len(waiting)]:
+        for i in [i for i in range(4 * cfg.num_envs) if i not in games][:len(waiting)]:
             games[i] = Game(agent, pool, i, waiting.pop(0))
         over, _ = play(agent, pool, games, cfg.eval_simulations, 0.0, False, generators, llm_only)
         played += [games.pop(i) for i in over]
@@ -739,8 +742,7 @@ def response_logps(llm, samples):
     return torch.zeros(scored.shape, device=llm.device).index_put((b, s), logp)
 
 def backward_llm(agent, samples, advantages):
-    """Backpropagate one batch of samples in micro-batches; the gradient does not depend on their size.
-    Returns sums over the LLM's tokens [5]: tokens, loss, clipped, KL, |ratio - 1|."""
+    """Backward pass in micro-batches, whose size does not matter.  Returns sums [5] over tokens: 1, loss, clipped, KL, |ratio - 1|."""
     cfg, llm, sums = agent.cfg, agent.llm, 0
     size = max(1, cfg.token_budget // max(len(s["prompt"]) + len(s["ids"]) + len(s["action_logps"]) for s in samples))
     num_tokens = sum(sum(s["written"]) + len(s["action_logps"]) for s in samples)
@@ -912,7 +914,7 @@ def train(cfg, state=None):
     """PriorZero's loop (UniZero's at alpha 0) with evaluations; `state`: a checkpoint to continue.  Returns (results, run folder)."""
     agent, name, figures, finished, interrupted = Agent(cfg), "PriorZero" if cfg.alpha else "UniZero", [], [], []
     with (EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(False)) as pool,
-          EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(True)) as eval_pool):
+          open_eval_pool(cfg) as eval_pool):
         run_dir = open_run_dir(cfg, state)
         if state:
             restore(agent, state, run_dir)
@@ -953,9 +955,8 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(prog="priorzero.py", description=__doc__.split("\n")[0], argument_default=argparse.SUPPRESS)
     parser.error = lambda message: (_ for _ in ()).throw(InputError(message))
     for f in dataclasses.fields(Config):
-        text = f"{f.metadata['help']} [{f.default}]"
         kind = {"action": argparse.BooleanOptionalAction} if isinstance(f.default, bool) else {"type": type(f.default)}
-        parser.add_argument(f"--{f.name}", help=text.replace("%", "%%"), **kind)
+        parser.add_argument(f"--{f.name}", help=f"{f.metadata['help']} [{f.default}]".replace("%", "%%"), **kind)
     parser.add_argument("--resume", nargs="?", const="", help="continue a run: its checkpoint, or none for the one in --run_dir")
     parser.add_argument("--eval", metavar="CKPT", help="evaluate a checkpoint instead of training")
     parser.add_argument("--plot", nargs="+", metavar="RUN", help="draw the curves of run folders to curves.png instead of training")
@@ -976,7 +977,7 @@ def main(argv=None):
         cfg.validate()
     if "eval" in modes:
         restore(agent := Agent(cfg), state, path)
-        with EnvPool(cfg.env, cfg.num_envs, cfg.env_workers, **cfg.env_options(True)) as pool:
+        with open_eval_pool(cfg) as pool:
             return print(table({"LLM alone" if cfg.llm_only else "evaluation": evaluate(agent, pool, cfg.llm_only)}))
     for name, value in explicit.items() if state else ():
         if name not in RESUMABLE and value != state["config"][name]:
