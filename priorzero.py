@@ -43,13 +43,12 @@ from mcts import Root, Step, action_probs, search, visit_entropy
 # K keys, D width, L layers, M support bins, N any number, T tokens, P prompt tokens, S scored tokens.  Masks: 1 = keep.
 logging.disable_progress_bar()
 HASH_BUCKETS, TINY_FOLDER = 8192, Path(__file__).parent / "tiny_lm/babyai"  # rows of the hash encoder's table; the shipped LM
-PRESETS = {"jericho": dict(gamma=0.95, prior_temperature=1.0, eval_simulations=25, eval_episodes=1, kl_coef=0.01, format_weight=0.5)}
+PRESETS = {"jericho": dict(gamma=0.95, eval_simulations=25, eval_episodes=1, kl_coef=0.01, format_weight=0.5)}
 SHOWN = ("return solved episode_len wm_loss latent_loss policy_loss value_loss reward_loss visit_entropy llm_kl llm_clip_frac search_ms "
          "prior_ms update_ms eval_return eval_solved").split()
 
 # ---- Settings -----------------------------------------------------------------------------------------------------------
-def flag(default, help, choices=None, low=-math.inf, high=math.inf):
-    """A Config field: its default, one line of help (meaning, unit, origin), and its choices or its range."""
+def flag(default, help, choices=None, low=-math.inf, high=math.inf):  # a Config field; help: meaning, unit, origin
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
 @dataclasses.dataclass
@@ -67,13 +66,13 @@ class Config:
     model: str = flag("tiny", "causal LM of the prior: tiny (shipped, BabyAI), a Hugging Face name, a folder, or a .gguf file")
     alpha: float = flag(0.5, "weight of the LLM in the root prior; 0 = UniZero, no LLM is loaded (PZ: 0.5)", low=0, high=1)
     adaptive_alpha: bool = flag(False, "alpha between 0.3 and 0.7, the higher the surer the world model is (PZ 3.2)")
-    prior_temperature: float = flag(0.25, "softmax temperature of the LLM's scores (Jericho: 1, PZ: 1; the tiny LM's are flat)", low=1e-6)
+    prior_temperature: float = flag(0.0, "softmax temperature of the LLM's scores; 0 = 0.25 for tiny, whose are flat, else PZ's 1", low=0)
     cot: bool = flag(True, "the LLM analyses the situation before actions are scored (the tiny LM never does)")
     max_cot_len: int = flag(512, "tokens of an analysis at most (PZ: 512)", low=1)
     history_len: int = flag(10, "past steps in the LLM's prompt (code: BabyAI 10, Jericho 25)", low=0)
     max_prompt_len: int = flag(2048, "prompt tokens; older history is dropped first", low=16)
     lora_rank: int = flag(0, "LoRA rank; 0 trains all weights of the LLM", low=0)
-    token_budget: int = flag(8192, "padded tokens of one LLM pass; neither scores nor gradients depend on it", low=1)
+    token_budget: int = flag(8192, "padded tokens of one scoring or training pass of the LLM; results do not depend on it", low=1)
     mcts: bool = flag(True, "search; off: act from the fused root prior (ablation)")
     num_simulations: int = flag(25, "simulations per step (PZ: 25)", low=1)
     eval_simulations: int = flag(50, "simulations per step of evaluation (PZ: Jericho 25, BabyAI 50)", low=1)
@@ -90,7 +89,7 @@ class Config:
     heads: int = flag(2, "attention heads (PZ: 24)", low=1)
     window: int = flag(10, "H, steps of a training window (PZ: 10)", low=2)
     context: int = flag(4, "C, real steps that a search starts from (PZ: 4)", low=1)
-    replay_size: int = flag(100_000, "steps kept (PZ: 3e5 Jericho, 5e5 BabyAI)", low=1000)
+    replay_size: int = flag(100_000, "steps kept, one place more an episode (PZ: 3e5 Jericho, 5e5 BabyAI)", low=1000)
     replay_ratio: float = flag(0.3, "world-model updates per environment step (code: 0.1)", low=0)
     warmup_steps: int = flag(400, "environment steps before the first update", low=0)
     batch_size: int = flag(64, "windows per world-model update (PZ: 64)", low=1)
@@ -104,7 +103,7 @@ class Config:
     wm_warmup: int = flag(300, "world-model updates before the first phase", low=0)
     freeze_llm: bool = flag(False, "never train the LLM (ablation)")
     alternate: bool = flag(True, "phases; off: LLM updates from the first world-model update on (ablation)")
-    loss: str = flag("ppo", "LLM loss: ppo, or sft = imitate the action that search chose (ablation)", ("ppo", "sft"))
+    loss: str = flag("ppo", "LLM loss: ppo, or sft = imitate the action drawn from the visits (ablation)", ("ppo", "sft"))
     llm_lr: float = flag(1e-4, "learning rate of the LLM (PZ: 1e-6 for 3B and 7B)", low=0)
     llm_batch: int = flag(32, "samples per LLM update (PZ: 128)", low=1)
     clip: float = flag(0.2, "PPO clip on both sides (PZ: 0.2)", low=0)
@@ -117,7 +116,7 @@ class Config:
     eval_episodes: int = flag(100, "episodes of an evaluation; 0 = none", low=0)
     log_every: int = flag(400, "environment steps between lines of the log", low=1)
     save_every: int = flag(2000, "environment steps between checkpoints", low=1)
-    seed: int = flag(1, "seed of everything but the evaluation", low=0)
+    seed: int = flag(1, "seed of everything but the evaluation", low=0, high=2**32 - 1)
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     run_dir: str = flag("", "output folder; empty = runs/priorzero-<env>-alpha<alpha>-seed<seed>-<time>")
     @property
@@ -131,23 +130,23 @@ class Config:
         return self.cot and self.model != "tiny"
     def env_options(self, evaluation: bool) -> dict:  # keyword arguments of make_env
         if self.env == "jericho":
-            return dict(game=self.game, rom_dir=self.rom_dir or None, max_steps=self.max_steps or None)
+            return dict(game=self.game, rom_dir=self.rom_dir or None, max_steps=self.max_steps or None, action_cap=self.num_slots)
         return dict(level=self.level, split="valid_unseen" if evaluation else "train", max_steps=self.max_steps or 20)
-    def validate(self):
-        """Raise InputError with the flag, its value and what is allowed."""
+    def validate(self):  # raises InputError with the flag, its value and what is allowed
         for f in dataclasses.fields(self):
             value, choices, low, high = getattr(self, f.name), *(f.metadata[k] for k in ("choices", "low", "high"))
             if choices and value not in choices:
                 raise InputError(f"--{f.name} {value}: choose one of {', '.join(choices)}")
             if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
                 raise InputError(f"--{f.name} {value}: must lie between {low} and {high}")
+        devices = ["auto", "cpu"] + ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))] * torch.cuda.is_available()
         for name, ok, allowed in (
                 ("width", self.width % math.lcm(8, self.heads) == 0, "must be a multiple of 8 and of --heads"),
                 ("window", self.window > max(self.td_steps, self.context), "must be greater than --td_steps and --context"),
-                ("model", self.env == "babyai" or self.model != "tiny" or not self.alpha, "knows BabyAI only; name an LM, or --alpha 0"),
-                ("replay_size", self.replay_size > 2 * self.llm_updates * self.llm_batch, "must exceed 2 x --llm_updates x --llm_batch"),
-                ("device", re.fullmatch(r"auto|cpu" + r"|cuda(:\d+)?" * torch.cuda.is_available(), self.device),
-                 "choose one of auto, cpu, and with a usable CUDA device cuda, cuda:N")):
+                ("model", self.env == "babyai" or self.model != "tiny" or not (self.alpha or self.llm_only), "knows BabyAI only"),
+                ("replay_size", self.replay_size > 2 * max(self.max_steps, self.llm_updates * self.llm_batch),
+                 "must exceed 2 x --max_steps and 2 x --llm_updates x --llm_batch"),
+                ("device", self.device in devices, f"choose one of {', '.join(devices)}")):
             if not ok:
                 raise InputError(f"--{name} {getattr(self, name)}: {allowed}")
 
@@ -395,6 +394,8 @@ class Replay:
         for name, values in columns.items():
             self.data[name][first:first + T + 1] = torch.tensor(values, dtype=self.data[name].dtype)
         self.write = first + T + 1
+        if self.write < size and self.data["time"][self.write] > 0:  # the rest of an overwritten episode has lost its history
+            self.data["end"][self.write:self.data["end"][self.write] + 1] = 0
         return first
     def draw(self, batch_size, generator):
         """Places of steps [B], uniform over all steps stored."""
@@ -408,8 +409,8 @@ class Replay:
         return Window(*(self.data[name][places] for name in Window._fields[:-1]), mask)
 
 def target_values(target, bank, w, cfg):
-    """Values [B, W] of a Window of W = H + n steps and latents [B, W, D], both of the target model.  Every value that a target
-    bootstraps from has at least n real steps before it as context: the last n come from a second window that starts at step n."""
+    """Values [B, W] of a Window of W = H + n steps and latents [B, W, D], both of the target model.  The last n values come from a
+    second window that starts at step n, so that they have real history as context, too."""
     H, n = cfg.window, cfg.td_steps
     z, a = encode_texts(target, bank, w.obs, w.action)
     first, second = (target(z[:, i:i + H], a[:, i:i + H])[0] for i in (0, n))
@@ -476,8 +477,7 @@ def optimizer_step(optimizer, parameters, max_norm, name, places):
     return norm
 
 # ---- The language model -------------------------------------------------------------------------------------------------
-def pad(rows, device, side="right", dtype=torch.long):
-    """Lists of numbers -> [B, longest], padded with 0 on one side."""
+def pad(rows, device, side="right", dtype=torch.long):  # lists of numbers -> [B, longest], padded with 0 on one side
     return pad_sequence([torch.tensor(r, dtype=dtype) for r in rows], batch_first=True, padding_side=side).to(device)
 
 def pad_ids(rows, device, side="right"):  # token ids [B, T] and their mask, which comes from lengths, never from ids
@@ -491,8 +491,8 @@ def load_pretrained(kind, model, flag_name, dtype=torch.float32):
     name, kwargs = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
     try:
         return AutoTokenizer.from_pretrained(name, **kwargs), kind.from_pretrained(name, dtype=dtype, **kwargs)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise InputError(f"{flag_name} {model}: transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise InputError(f"{flag_name} {model}: transformers cannot load it ({' '.join(str(error).split())[:200]})") from error
 
 class LoRALinear(nn.Module):
     """y = W x + (alpha / rank) B A x with W frozen; A random, B zero, alpha = 2 rank (Hu et al. 2021, arXiv 2106.09685)."""
@@ -508,8 +508,6 @@ class LoRALinear(nn.Module):
 class LanguageModel:
     """A causal LM with its tokenizer, its frozen start (the KL term's reference) and the priors computed with this `version` of it."""
     def __init__(self, tokenizer, model, cfg):
-        if model.config.to_dict().get("final_logit_softcapping"):
-            raise InputError(f"--model {cfg.model}: models with logit soft-capping (Gemma 2) are not supported")
         if cfg.lora_rank:
             model.requires_grad_(False)
             for name, module in list(model.named_modules()):
@@ -519,6 +517,8 @@ class LanguageModel:
         self.model, self.tokenizer, self.device = model.eval().to(cfg.torch_device), tokenizer, cfg.torch_device  # eval: never dropout
         self.token_budget, self.version, self.cache = cfg.token_budget, 0, {}
         self.start = {name: p.detach().clone() for name, p in self.trainable().items()}
+        if not self.start or tokenizer.eos_token_id is None or model.config.to_dict().get("final_logit_softcapping"):
+            raise InputError(f"--model {cfg.model}: needs an EOS token, nn.Linear layers for LoRA, and no logit soft-capping (Gemma 2)")
     def trainable(self):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
     def swap_start(self):  # exchange the trained weights with their frozen start
@@ -643,12 +643,12 @@ class Game:
 
 def llm_priors(llm, games, cfg, generator):
     """For each game a dict: prompt, what generate_analyses gives, action_logps.  Equal prompts are computed once per LLM version."""
-    keys = [(tuple(encode_prompt(llm, cfg, g.obs, g.actions, [(s["text"], s["command"], s["reward"]) for s in g.steps])), *g.actions)
-            for g in games]
+    past = [[(s["text"], s["command"], s["reward"]) for s in g.steps] for g in games]
+    keys = [(generator.initial_seed(), tuple(encode_prompt(llm, cfg, g.obs, g.actions, p)), *g.actions) for g, p in zip(games, past)]
     if new := [key for key in dict.fromkeys(keys) if key not in llm.cache]:
-        prompts = [list(key[0]) for key in new]
+        prompts = [list(key[1]) for key in new]
         analyses = generate_analyses(llm, prompts, cfg, generator)
-        logps = llm.action_logps([p + a["ids"] for p, a in zip(prompts, analyses)], [key[1:] for key in new])
+        logps = llm.action_logps([p + a["ids"] for p, a in zip(prompts, analyses)], [key[2:] for key in new])
         llm.cache |= {key: {"prompt": p, "version": llm.version, **a, "action_logps": x}
                       for key, p, a, x in zip(new, prompts, analyses, logps)}
     return [llm.cache[key] for key in keys]
@@ -667,7 +667,8 @@ def decide(agent, games, num_simulations, temperature, noise, generators, llm_on
         scores = [[sum(x) / len(x) for x in p["action_logps"]] for p in priors]
         scores = pad([s + [0.0] * (cfg.num_slots - len(s)) for s in scores], agent.device, dtype=torch.float32)
         alpha = adaptive_alpha(logits.softmax(-1), roots.valid, 0.3, 0.7) if cfg.adaptive_alpha else cfg.alpha
-        logits = fuse_root_prior(logits, scores, roots.valid, 1.0 if llm_only else alpha, cfg.prior_temperature)
+        temperature_llm = cfg.prior_temperature or (0.25 if cfg.model == "tiny" else 1.0)
+        logits = fuse_root_prior(logits, scores, roots.valid, 1.0 if llm_only else alpha, temperature_llm)
         seconds_prior = time.perf_counter() - before
     visits = policy = logits.softmax(-1)
     if cfg.mcts and not llm_only:
@@ -752,10 +753,10 @@ def backward_llm(agent, samples, advantages):
             (s["logps"] + a, s["written"] + [0] * len(a), [0] * len(s["ids"]) + [1] * len(a)) for s in part for a in [s["action_logps"]])))
         with torch.no_grad():
             llm.swap_start()
-            ref_logp = response_logps(llm, part) if cfg.kl_coef else old_logp
+            ref_logp = response_logps(llm, part)
             llm.swap_start()
         logp, mask = response_logps(llm, part), cot_mask + action_mask
-        if cfg.loss == "sft":  # with ratio 1 and advantage 1 the gradient is that of -log p of what search chose
+        if cfg.loss == "sft":  # with ratio 1 and advantage 1 the gradient is that of -log p of what was drawn
             old_logp, advantage = logp.detach(), torch.ones_like(advantage)
         weights = token_weights(cot_mask, action_mask, cfg.w_cot)
         loss = ppo_loss(logp, old_logp, ref_logp, advantage, weights, mask, cfg.clip, cfg.kl_coef, num_tokens)
@@ -787,8 +788,7 @@ def train_llm(agent):
             "format_ok": np.mean(good), "first_ratio_deviation": sums[0][4] / sums[0][0]}
 
 # ---- Agent, checkpoints, files ------------------------------------------------------------------------------------------
-def make_generators(seed, device):
-    """Named generators: switching one feature on leaves the random numbers of the others alone."""
+def make_generators(seed, device):  # by name: switching one feature on leaves the random numbers of the others alone
     return {name: torch.Generator(device if name in ("search", "sampling") else "cpu").manual_seed(seed + k)
             for k, name in enumerate(("search", "sampling", "replay", "mini_batches"))}
 
@@ -828,19 +828,17 @@ def save_checkpoint(path, agent, games, results):
     state = {name: getattr(agent, name).state_dict() for name in PARTS} | {
              "config": dataclasses.asdict(agent.cfg), "texts": list(agent.bank.index), "features": agent.bank.features, "results": results,
              "replay": (replay.data, replay.write), "counters": {name: getattr(agent, name) for name in COUNTERS},
-             "llm": llm and (llm.trainable(), llm.start, agent.llm_optimizer.state_dict(), llm.version),
+             "llm": llm and (llm.trainable(), llm.start, agent.llm_optimizer.state_dict(), llm.version, llm.cache),
              "games": {i: (game.task, game.steps) for i, game in games.items()},
              "generators": {name: generator.get_state() for name, generator in agent.generators.items()}}
     torch.save(state, temporary)
     os.replace(temporary, path)
-    if llm:
-        llm.cache.clear()  # as after --resume: a prior computed anew, in another batch, may differ in its last bit
 
 def load_checkpoint(path):
     """Read a checkpoint (weights_only: nothing but tensors and plain values is unpickled).  Raises InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return Config(**state["config"]) and state["model"] and state["replay"] and state
+        return Config(**state["config"]) and state["model"] and state["replay"] and state | {"path": Path(path)}
     except Exception as error:  # torch.load fails in many ways on a missing or damaged file; all mean the same to the user
         raise InputError(f"{path}: not a readable checkpoint of priorzero.py ({type(error).__name__}); name another one") from error
 
@@ -850,7 +848,7 @@ def restore(agent, state, path):
         for name in PARTS:
             getattr(agent, name).load_state_dict(state[name])
         if agent.llm and state["llm"]:
-            weights, start, optimizer, agent.llm.version = state["llm"]
+            weights, start, optimizer, agent.llm.version, agent.llm.cache = state["llm"]
             agent.llm.model.load_state_dict(weights, strict=False)  # the trained ones; the others are as they were
             agent.llm.start = {name: start[name].to(agent.device) for name in agent.llm.trainable()}
             agent.llm_optimizer.load_state_dict(optimizer)
@@ -861,19 +859,20 @@ def restore(agent, state, path):
     agent.replay.data, agent.replay.starts = {name: x.to(agent.device) for name, x in data.items()}, None
     vars(agent).update(state["counters"])
     for name, generator in agent.generators.items():
-        generator.set_state(state["generators"][name])
+        if len(saved := state["generators"][name]) == len(generator.get_state()):  # else it comes from the other kind of device
+            generator.set_state(saved)
 
 def open_run_dir(cfg, state):
     """Create the run's folder; at --resume drop log lines that the checkpoint does not know.  Raises InputError."""
     path = Path(cfg.run_dir or f"runs/priorzero-{cfg.env}-alpha{cfg.alpha:g}-seed{cfg.seed}-{time.strftime('%m%d-%H%M%S')}")
-    if (path / "checkpoint.pt").exists() and not state:
+    if (path / "checkpoint.pt").exists() and not (state and state["path"].samefile(path / "checkpoint.pt")):
         raise InputError(f"--run_dir {path}: it already holds a run; add --resume to go on with it, or name another folder")
     try:
         (path / "transcripts").mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1))
         metrics = path / "metrics.jsonl"
         lines = metrics.read_text().splitlines(True) if state and metrics.exists() else []
-        metrics.write_text("".join(x for x in lines if json.loads(x)["env_steps"] <= state["counters"]["env_steps"]))
+        metrics.write_text("".join(x for x in lines if x[-1] == "\n" and json.loads(x)["env_steps"] <= state["counters"]["env_steps"]))
     except OSError as error:
         raise InputError(f"--run_dir {path}: cannot write there ({error.strerror})") from error
     return path
@@ -893,8 +892,7 @@ def write_log(run_dir, agent, figures, finished, result):
     tqdm.write(f"step {agent.env_steps}: " + "  ".join(f"{name} {row[name]:.3g}" for name in SHOWN if name in row))
     figures.clear(), finished.clear()
 
-def transcript(game):
-    """One episode as readable text."""
+def transcript(game):  # one episode as readable text
     steps = [f"[{t}] {s['text']}\n    > {s['command']}    (reward {s['reward']:+g})\n" for t, s in enumerate(game.steps)]
     return "\n".join([f"{game.task_id}: {'solved' if game.won else 'not solved'}, return {game.ret:g}\n", *steps, f"[end] {game.obs}\n"])
 
@@ -932,15 +930,16 @@ def train(cfg, state=None):
             finished += over
             figures += [new, *learn(agent)]
             bar.update(cfg.num_envs)
-            last = agent.env_steps >= cfg.env_steps or interrupted
+            last = agent.env_steps >= cfg.env_steps
             evaluated, logged, saved = (n and agent.env_steps // n > before // n for n in (cfg.eval_every, cfg.log_every, cfg.save_every))
             result = evaluate(agent, eval_pool) if evaluated and not last else {}
-            if logged or result or saved or last:
+            if logged or result or saved or last or interrupted:
                 write_log(run_dir, agent, figures, finished, result)
-            if saved or last:
+            if saved or last or interrupted:
                 save_checkpoint(run_dir / "checkpoint.pt", agent, games, results)
             if interrupted:
                 raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         results |= {f"{name} after": evaluate(agent, eval_pool)}
         results |= {"LLM alone after": evaluate(agent, eval_pool, llm_only=True)} if agent.llm else {}
     (run_dir / "result.json").write_text(json.dumps(results))
@@ -967,14 +966,15 @@ def main(argv=None):
     """Run what the command line asks for."""
     explicit, modes = parse_arguments(argv)
     cfg, state = Config(**PRESETS.get(explicit.get("env"), {}) | explicit), None
-    cfg.validate()
     if "plot" in modes:
         return importlib.import_module("benchmarks.plot").plot(modes["plot"], "curves.png", SHOWN, "env_steps")
     if "eval" in modes or "resume" in modes:
         path = Path(modes.get("eval") or modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
         state = load_checkpoint(path)
         cfg = Config(**state["config"] | {"run_dir": str(path.parent)} | explicit)  # a checkpoint's settings, and the flags given
-        cfg.validate()
+    cfg.validate()
+    if cfg.llm_only and "eval" not in modes:
+        raise InputError("--llm_only: is for --eval CKPT (a run's table has the LLM alone, too)")
     if "eval" in modes:
         restore(agent := Agent(cfg), state, path)
         with open_eval_pool(cfg) as pool:
@@ -987,7 +987,7 @@ def main(argv=None):
         path = run_dir / "unizero" / "checkpoint.pt"
         state = load_checkpoint(path) if state and path.exists() else None
         results |= train(dataclasses.replace(cfg, alpha=0.0, run_dir=str(path.parent)), state)[0]
-    print(f"\n{cfg.env}, {cfg.env_steps} environment steps; evaluation on unseen seeds:\n{table(results)}\nfiles in {run_dir}")
+    print(f"\n{cfg.env_steps} environment steps; evaluation on {cfg.env == 'babyai' and 'unseen seeds' or cfg.game}:\n{table(results)}")
 
 
 if __name__ == "__main__":

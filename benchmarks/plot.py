@@ -55,6 +55,9 @@ def plot(run_dirs, out, panels=PANELS, x="update"):
     A metric that a line of metrics.jsonl lacks (an evaluation, the LLM's phase) is drawn where it is there.
     """
     runs = [(Path(run).resolve().name, read_metrics(run)) for run in run_dirs]  # before anything is drawn
+    for run, (_, rows) in zip(run_dirs, runs):
+        if x not in rows[0]:
+            raise InputError(f"--plot {run}: its metrics.jsonl is of the other script: it has no {x}")
     figure, axes = plt.subplots(-(-len(panels) // 4), 4, figsize=(16, 3.5 * -(-len(panels) // 4)), constrained_layout=True)
     for axis, name in zip(axes.flat, panels):
         for label, rows in runs:

@@ -203,10 +203,18 @@ def test_noise_and_temperature_are_for_collection_only(alone, monkeypatch):
     assert set(seen) == {(0.0, False)}
 
 
-def test_depth_stays_within_the_positions():
+def test_depth_stays_within_the_positions(monkeypatch):
+    """The deepest imagined step, from the longest history, uses the last position or the last but one."""
     for window, context in ((6, 3), (10, 4), (3, 2), (10, 1)):
-        depth = (2 * window - 2 * context + 1) // 2
-        assert depth >= 1 and (2 * context - 1) + 2 * depth <= 2 * window < (2 * context - 1) + 2 * (depth + 1) + 1
+        agent, seen, imagine = tiny.agent(monkeypatch, window=window, context=context, td_steps=1, num_simulations=40), [], pz.imagine
+        monkeypatch.setattr(pz, "imagine", lambda m, roots, path, mask, *a: seen.append(int((roots.lengths + 2 * mask.sum(1)).max())) or
+                            imagine(m, roots, path, mask, *a))
+        obs, go = (torch.tensor(agent.bank([text])) for text in ("one", "go"))
+        known = torch.cat([torch.zeros(1, dtype=torch.long), go])  # a single action: the tree is one long line
+        roots = pz.encode_roots(agent.model, agent.bank, obs.expand(1, context), go.expand(1, context - 1), go[None], known)
+        pz.tree_search(agent.model, roots, roots.logits, agent.cfg, 40)
+        monkeypatch.undo()
+        assert 2 * window - 1 <= max(seen) <= 2 * window
 
 
 # ---- Replay and targets --------------------------------------------------------------------------------------------------
@@ -252,6 +260,13 @@ def test_the_ring_keeps_whole_steps():
         assert (w.reward[:, 0] == w.obs[:, 0] // 100).all()
 
 
+def test_what_is_left_of_an_overwritten_episode_is_not_drawn():
+    replay = pz.Replay(20, 4, "cpu")
+    for n, T in enumerate((10, 7, 4), 1):  # places 0-10, 11-18, and again 0-4: of the first episode 5-10 are left
+        replay.add(Played(100 * n, [float(n)] * T, True))
+    assert sorted(set(replay.draw(500, torch.Generator().manual_seed(0)).tolist())) == [0, 1, 2, 3, *range(11, 18)]
+
+
 def test_behind_a_win_the_value_learns_zero(alone):
     """The loss sees value 0 at the observation behind a terminated episode, and nothing there behind a truncated one."""
     replay, cfg = pz.Replay(1000, 5, "cpu"), alone.cfg
@@ -269,7 +284,6 @@ def test_behind_a_win_the_value_learns_zero(alone):
         assert torch.allclose(losses[-1], torch.stack(rows).mean(), atol=1e-5)
 
 
-@torch.no_grad()
 @torch.no_grad()
 def test_policy_loss_sees_the_list_and_valid_loss_all_actions(alone):
     """The policy loss compares the actions of the state's own list; the valid loss asks for each of the batch whether it is in the list."""
@@ -467,16 +481,16 @@ def test_a_prior_is_computed_once(guided, monkeypatch):
     monkeypatch.setattr(guided.llm, "action_logps", lambda contexts, actions: calls.append(len(contexts)) or [[[-1.0]] * len(a) for a in actions])
     guided.llm.cache.clear()
     games = list(guided.games.values())
-    first, again = (pz.llm_priors(guided.llm, games * 2, guided.cfg, None) for _ in range(2))
+    first, again = (pz.llm_priors(guided.llm, games * 2, guided.cfg, guided.generators["sampling"]) for _ in range(2))
     assert len(calls) == 1 and calls[0] <= len(games) and first == again
 
 
 def test_case45_priors_belong_to_their_game(guided):
     games = [guided.games[i] for i in (0, 2, 3)]
     guided.llm.cache.clear()
-    together = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    together = pz.llm_priors(guided.llm, games, guided.cfg, guided.generators["sampling"])
     guided.llm.cache.clear()
-    alone = pz.llm_priors(guided.llm, games[1:2], guided.cfg, None)[0]
+    alone = pz.llm_priors(guided.llm, games[1:2], guided.cfg, guided.generators["sampling"])[0]
     assert together[1]["prompt"] == alone["prompt"] and len(alone["action_logps"]) == len(games[1].actions)
     assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(together[1]["action_logps"], alone["action_logps"]))
 
@@ -576,9 +590,9 @@ def test_case51_lora_leaves_the_base_alone(monkeypatch):
 
 def test_case52_priors_follow_the_weights(guided):
     games = list(guided.games.values())
-    before = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    before = pz.llm_priors(guided.llm, games, guided.cfg, guided.generators["sampling"])
     pz.train_llm(guided)
-    after = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    after = pz.llm_priors(guided.llm, games, guided.cfg, guided.generators["sampling"])
     assert before[0]["action_logps"] != after[0]["action_logps"]
 
 
@@ -601,10 +615,54 @@ def test_reanalyze_searches_with_the_real_history(alone, monkeypatch):
         pz.update_world_model(alone)
 
 
+def test_sft_imitates_what_was_drawn(guided):
+    """The gradient of --loss sft is that of -mean log p over the action tokens, whatever the advantage and the old log-probabilities."""
+    guided.cfg.loss, guided.cfg.kl_coef, samples = "sft", 0.0, guided.samples[:4]
+    pz.backward_llm(guided, [{**s, "action_logps": [x - 1 for x in s["action_logps"]]} for s in samples], torch.tensor([1.0, -2.0, 0.0, 5.0]))
+    ours = [p.grad.clone() for p in guided.llm.trainable().values()]
+    guided.llm.model.zero_grad()
+    logp = pz.response_logps(guided.llm, samples)
+    mask = pz.pad([[0] * len(s["ids"]) + [1] * len(s["action_logps"]) for s in samples], "cpu")
+    (-(logp * mask).sum() / mask.sum()).backward()
+    assert all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(ours, guided.llm.trainable().values()))
+
+
+def test_alpha_is_adaptive_in_evaluation_too(guided, monkeypatch):
+    seen, fuse = [], pz.fuse_root_prior
+    monkeypatch.setattr(pz, "fuse_root_prior", lambda wm, llm, valid, alpha, t: seen.append(alpha) or fuse(wm, llm, valid, alpha, t))
+    guided.cfg.adaptive_alpha, guided.cfg.eval_episodes = True, 2
+    pz.evaluate(guided, tiny.LampPool())
+    assert all(isinstance(alpha, torch.Tensor) and (alpha > 0.29).all() and (alpha < 0.71).all() for alpha in seen)
+
+
+def test_evaluation_leaves_the_priors_of_training_alone(guided):
+    games = list(guided.games.values())
+    pz.llm_priors(guided.llm, games, guided.cfg, pz.make_generators(9, "cpu")["sampling"])
+    known = set(guided.llm.cache)
+    pz.llm_priors(guided.llm, games, guided.cfg, guided.generators["sampling"])
+    assert len(set(guided.llm.cache) - known) == len({key[1:] for key in set(guided.llm.cache) - known}) > 0
+
+
+@pytest.mark.parametrize("change", ["no EOS", "softcap", "no Linear for LoRA"])
+def test_an_lm_that_does_not_fit_is_refused(change):
+    model, tokenizer, cfg = tiny.lm(), tiny.tokenizer(), tiny.settings(lora_rank=2 if "LoRA" in change else 0)
+    if change == "no EOS":
+        tokenizer.eos_token = None
+    elif change == "softcap":
+        model.config.final_logit_softcapping = 30.0
+    else:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear) and child is not model.lm_head:
+                    setattr(module, name, torch.nn.Identity())
+    with pytest.raises(pz.InputError, match="needs an EOS token"):
+        pz.LanguageModel(tokenizer, model, cfg)
+
+
 def test_switches_change_what_is_played(guided, monkeypatch):
     """--no-mcts acts from the fused prior, --llm_only from the LLM alone; neither searches."""
     games = list(guided.games.values())
-    priors = pz.llm_priors(guided.llm, games, guided.cfg, None)
+    priors = pz.llm_priors(guided.llm, games, guided.cfg, guided.generators["sampling"])
     best = [max(range(len(p["action_logps"])), key=lambda n: sum(p["action_logps"][n]) / len(p["action_logps"][n])) for p in priors]
     monkeypatch.setattr(pz, "tree_search", None)
     assert pz.decide(guided, games, 8, 0.0, False, guided.generators, llm_only=True)[0] == best
@@ -615,10 +673,10 @@ def test_switches_change_what_is_played(guided, monkeypatch):
 
 
 def test_schedule_of_phases(monkeypatch):
-    for changed, expected in (({}, [(14, 3), (18, 6), (22, 9)]), ({"alternate": False}, [(1, 1), (2, 2), (3, 3)]), ({"freeze_llm": True}, [])):
+    for changed, expected in (({}, [(14, 3), (18, 6), (22, 9)]), ({"alternate": False}, [(1, 1), (2, 2), (3, 3)])):
         agent = tiny.agent(monkeypatch, alpha=0.5, wm_updates=4, llm_updates=3, wm_warmup=10, **changed)
         agent.replay.add(Played(1, [1.0], True))
-        agent.samples, phases = [] if agent.cfg.freeze_llm else [{}], []
+        agent.samples, phases = [{}], []
         def phase(agent):
             agent.llm.version += agent.phase[1]
             phases.append((agent.wm_updates, agent.llm.version))

@@ -75,11 +75,12 @@ def same(a, b):
     ("--resume --run_dir nowhere", "not a readable checkpoint"),
     ("--eval nowhere.pt", "not a readable checkpoint"),
     ("--plot nowhere", "no readable metrics.jsonl"),
-    ("--device cuda:9", "--device cuda:9: "),
+    ("--device cuda:99", "--device cuda:99: choose one of auto, cpu"),
+    ("--llm_only", "--llm_only: is for --eval"),
+    ("--seed 5000000000", "--seed 5000000000: must lie between 0 and 4294967295"),
+    ("--alpha 0 --max_steps 2000 --replay_size 1500", "--replay_size 1500: must exceed"),
 ])
 def test_bad_input_is_one_line(monkeypatch, capsys, flags, message):
-    if torch.cuda.is_available() and "cuda" in flags:
-        pytest.skip("there is a CUDA device")
     monkeypatch.delenv("JERICHO_ROMS", raising=False)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags.split()])
     with pytest.raises(SystemExit) as exit_:
@@ -96,9 +97,47 @@ def test_checkpoint_of_another_shape(toy, capsys):
         toy("--resume", "a/checkpoint.pt", "--width", 32)
     with pytest.raises(pz.InputError, match="already holds a run"):
         toy("--alpha", 0, "--env_steps", 8, "--run_dir", "a")
+    toy("--alpha", 0, "--env_steps", 8, "--run_dir", "b")
+    with pytest.raises(pz.InputError, match="already holds a run"):
+        toy("--resume", "a/checkpoint.pt", "--run_dir", "b", "--env_steps", 16)
     Path("a/checkpoint.pt").write_bytes(Path("a/checkpoint.pt").read_bytes()[:-100])
     with pytest.raises(pz.InputError, match="not a readable checkpoint"):
         toy("--resume", "a/checkpoint.pt")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"version": "1.0"}'])
+def test_a_folder_that_is_no_lm(tmp_path, content):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(pz.InputError, match="--model .*transformers cannot load it"):
+        pz.load_pretrained(pz.AutoModelForCausalLM, tmp_path, "--model")
+
+
+def test_a_checkpoint_from_another_kind_of_device(toy):
+    toy("--alpha", 0, "--env_steps", 8, "--run_dir", "a")
+    state = torch.load("a/checkpoint.pt", weights_only=True)
+    for name in ("search", "sampling"):
+        state["generators"][name] = torch.zeros(16, dtype=torch.uint8)  # what a CUDA generator saves
+    torch.save(state, "a/checkpoint.pt")
+    toy("--eval", "a/checkpoint.pt", "--eval_episodes", 2)
+
+
+def test_a_crash_loses_no_checkpoint(toy, monkeypatch):
+    """A save that fails half-way leaves the last checkpoint; a log line that was cut off is dropped."""
+    toy("--alpha", 0, "--env_steps", 40, "--run_dir", "a")
+    save = torch.save
+    def full_disk(state, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError):
+        toy("--resume", "a/checkpoint.pt", "--env_steps", 80)
+    monkeypatch.setattr(torch, "save", save)
+    assert pz.load_checkpoint("a/checkpoint.pt")["counters"]["env_steps"] == 40
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"env_steps": 4')
+    toy("--resume", "a/checkpoint.pt", "--env_steps", 80)
+    assert [row["env_steps"] for row in metrics("a")] == [40, 80]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------------------------------
@@ -133,22 +172,23 @@ def test_case42_resume_equals_an_uninterrupted_run(toy, monkeypatch, flags):
 
     def interrupted(agent, *how):
         result = collect(agent, *how)
-        if agent.env_steps == 40:
+        if agent.env_steps == 36:  # no step at which a checkpoint or a line of the log is due
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
     monkeypatch.setattr(pz, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         toy(*flags, "--run_dir", "parts")
-    assert pz.load_checkpoint(Path("parts/checkpoint.pt"))["counters"]["env_steps"] == 40
+    assert pz.load_checkpoint(Path("parts/checkpoint.pt"))["counters"]["env_steps"] == 36
     monkeypatch.setattr(pz, "collect", collect)
     toy("--resume", "parts/checkpoint.pt")
     whole, parts = (pz.load_checkpoint(Path(name, "checkpoint.pt")) for name in ("whole", "parts"))
     for state in (whole, parts):
         state["config"].pop("run_dir")
-    for name in whole:
+    for name in whole.keys() - {"path"}:
         assert same(whole[name], parts[name]), name
-    assert metrics("whole") == metrics("parts")
+    rows = {row["env_steps"]: row for row in metrics("parts")}
+    assert rows.pop(36) and metrics("whole")[1:] == list(rows.values())[1:]  # Ctrl-C adds a line, and splits the means of the next
     assert json.loads(Path("whole/result.json").read_text()) == json.loads(Path("parts/result.json").read_text())
 
 
@@ -180,3 +220,7 @@ def test_plot(toy, capsys):
     toy("--alpha", 0, "--env_steps", 48, "--run_dir", "a")
     pz.main(["--plot", "a"])
     assert Path("curves.png").stat().st_size > 10_000
+    Path("paw").mkdir()
+    Path("paw/metrics.jsonl").write_text('{"update": 0, "reward": 1.0}\n')
+    with pytest.raises(pz.InputError, match="of the other script"):
+        pz.main(["--plot", "paw"])

@@ -34,7 +34,7 @@ def settings(**changed):
     """A small Config without an LLM."""
     return pz.Config(**(dict(alpha=0.0, device="cpu", width=16, heads=2, window=6, td_steps=2, context=3, max_actions=5, num_envs=4, max_steps=6,
                              num_simulations=8, eval_simulations=8, replay_size=1000, batch_size=16, warmup_steps=8, replay_ratio=1.0,
-                             eval_episodes=12, eval_every=0, log_every=40, save_every=40, model="toy", cot=False, llm_batch=8) | changed))
+                             eval_episodes=12, eval_every=0, log_every=40, save_every=40, model="toy", cot=False, llm_batch=8, prior_temperature=0.25) | changed))
 
 
 def language_model(cfg=None, **changed):
