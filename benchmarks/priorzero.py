@@ -66,7 +66,7 @@ def main():
 
         def prior():
             agent.llm.cache.clear()
-            pz.llm_priors(agent.llm, playing, cfg, None)
+            pz.llm_priors(agent.llm, playing, cfg, agent.generators["sampling"])
 
         def update():
             pz.update_world_model(unizero)
