@@ -310,6 +310,7 @@ def test_target_values_have_history(alone):
     """Values at steps H .. H+n-1 come with at least n real steps before them; all are the target's, not the online model's."""
     cfg, starts = alone.cfg, alone.replay.draw(8, torch.Generator().manual_seed(0))
     w = alone.replay.window(starts, cfg.window + cfg.td_steps)
+    shake(alone.target, 3)  # its heads are at zero
     values, z = pz.target_values(alone.target, alone.bank, w, cfg)
     assert values.shape == (8, cfg.window + cfg.td_steps) and z.shape[:2] == values.shape
     later = alone.replay.window(starts, 100)
@@ -613,6 +614,24 @@ def test_reanalyze_searches_with_the_real_history(alone, monkeypatch):
     alone.cfg.reanalyze = 0.25
     with torch.enable_grad():
         pz.update_world_model(alone)
+
+
+@pytest.mark.parametrize("cot", [False, True])
+def test_the_format_reward_needs_an_analysis(guided, monkeypatch, cot):
+    """What train_llm hands on: raw advantages normalised over the phase, and with --cot blended with the format reward."""
+    cfg, raw, seen = guided.cfg, torch.tensor([1.0, 2.0, 6.0]), []
+    cfg.cot, cfg.format_weight, cfg.llm_batch, cfg.llm_updates = cot, 0.25, 3, 1
+    guided.phase = (1, 1, 1)
+    guided.samples = [{**s, "format_ok": n == 1} for n, s in enumerate(guided.samples[:3])]
+    firsts = [(s["first"], s["time"]) for s in guided.samples]
+    monkeypatch.setattr(pz, "sample_advantages", lambda agent, samples: raw)
+    monkeypatch.setattr(pz, "backward_llm", lambda agent, part, a: seen.append((part, a)) or torch.ones(5))
+    pz.train_llm(guided)
+    (part, advantages), std = seen[0], math.sqrt(7)  # mean 3: deviations -2, -1, 3, (4 + 1 + 9) / 2 = 7
+    for s, a in zip(part, advantages.tolist()):
+        n = firsts.index((s["first"], s["time"]))
+        hat = (-2 / std, -1 / std, 3 / std)[n]
+        assert a == pytest.approx(0.75 * hat + 0.25 * (n == 1) if cot else hat, abs=1e-4)
 
 
 def test_sft_imitates_what_was_drawn(guided):

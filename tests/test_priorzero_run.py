@@ -181,6 +181,9 @@ def test_case42_resume_equals_an_uninterrupted_run(toy, monkeypatch, flags):
         toy(*flags, "--run_dir", "parts")
     assert pz.load_checkpoint(Path("parts/checkpoint.pt"))["counters"]["env_steps"] == 36
     monkeypatch.setattr(pz, "collect", collect)
+    if (state := pz.load_checkpoint(Path("parts/checkpoint.pt")))["llm"]:  # the priors of this phase go on, analyses and all
+        pz.restore(agent := pz.Agent(pz.Config(**state["config"])), state, "parts")
+        assert agent.llm.cache and agent.llm.cache == state["llm"][4]
     toy("--resume", "parts/checkpoint.pt")
     whole, parts = (pz.load_checkpoint(Path(name, "checkpoint.pt")) for name in ("whole", "parts"))
     for state in (whole, parts):
