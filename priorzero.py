@@ -80,7 +80,7 @@ class Config:
     dirichlet_fraction: float = flag(0.25, "share of Dirichlet(0.3) noise in the root prior; evaluation has none", low=0, high=1)
     temperature: float = flag(1.0, "actions are drawn from visits^(1/temperature), at the start of the run", low=0)
     final_temperature: float = flag(0.1, "the same from half of the run on (code: 0.25 always)", low=0)
-    gamma: float = flag(0.97, "discount per step (Jericho: 0.95; PZ: 0.997, where idling costs too little to be seen)", low=0, high=1)
+    gamma: float = flag(0.97, "discount per step (Jericho: 0.95; PZ: 0.997, less steady on detective)", low=0, high=1)
     encoder: str = flag("hash", "text encoder: hash (trained), or a frozen Hugging Face encoder by name or folder (PZ: BGE-base)")
     action_slots: str = flag("text", "what an action token embeds: text or index (its place in the list)", ("text", "index"))
     latent_norm: str = flag("layernorm", "latent normalisation and loss: layernorm + MSE, simnorm + KL", ("layernorm", "simnorm"))
