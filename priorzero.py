@@ -467,11 +467,10 @@ def reanalyze(agent, places):
                          lists, agent.known_actions())
     return action_probs(tree_search(agent.model, roots, roots.logits, cfg, cfg.num_simulations).visit_counts, 1.0)
 
-def optimizer_step(optimizer, parameters, max_norm, name, places):
-    """Clip the gradient and step; a non-finite gradient raises before anything changes.  Returns the norm."""
+def optimizer_step(optimizer, parameters, max_norm, name, places):  # a non-finite gradient raises before anything changes
     norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     if not bool(torch.isfinite(norm)):
-        raise FloatingPointError(f"{name}: non-finite loss or gradient, at places {torch.as_tensor(places).tolist()} of the replay")
+        raise FloatingPointError(f"{name}: non-finite loss or gradient, places {sorted(set(torch.as_tensor(places).tolist()))} in replay")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -838,7 +837,8 @@ def load_checkpoint(path):
     """Read a checkpoint (weights_only: nothing but tensors and plain values is unpickled).  Raises InputError."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return Config(**state["config"]) and state["model"] and state["replay"] and state | {"path": Path(path)}
+        need = (*PARTS, "texts", "features", "results", "replay", "counters", "llm", "games", "generators")
+        return Config(**state["config"]) and {name: state[name] for name in ("config", *need)} | {"path": Path(path)}
     except Exception as error:  # torch.load fails in many ways on a missing or damaged file; all mean the same to the user
         raise InputError(f"{path}: not a readable checkpoint of priorzero.py ({type(error).__name__}); name another one") from error
 
@@ -873,8 +873,8 @@ def open_run_dir(cfg, state):
         metrics = path / "metrics.jsonl"
         lines = metrics.read_text().splitlines(True) if state and metrics.exists() else []
         metrics.write_text("".join(x for x in lines if x[-1] == "\n" and json.loads(x)["env_steps"] <= state["counters"]["env_steps"]))
-    except OSError as error:
-        raise InputError(f"--run_dir {path}: cannot write there ({error.strerror})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--run_dir {path}: cannot write there, or its metrics.jsonl is damaged ({error!r})") from error
     return path
 
 def write_log(run_dir, agent, figures, finished, result):
@@ -951,7 +951,7 @@ def table(results):  # one row for each agent
 
 def parse_arguments(argv):
     """(explicit settings, mode arguments): a flag per Config field, and the flags that choose what to do."""
-    parser = argparse.ArgumentParser(prog="priorzero.py", description=__doc__.split("\n")[0], argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = lambda message: (_ for _ in ()).throw(InputError(message))
     for f in dataclasses.fields(Config):
         kind = {"action": argparse.BooleanOptionalAction} if isinstance(f.default, bool) else {"type": type(f.default)}
@@ -969,19 +969,19 @@ def main(argv=None):
     if "plot" in modes:
         return importlib.import_module("benchmarks.plot").plot(modes["plot"], "curves.png", SHOWN, "env_steps")
     if "eval" in modes or "resume" in modes:
-        path = Path(modes.get("eval") or modes["resume"] or Path(cfg.run_dir) / "checkpoint.pt")
+        path = Path(modes.get("eval") or modes.get("resume") or Path(cfg.run_dir) / "checkpoint.pt")
         state = load_checkpoint(path)
         cfg = Config(**state["config"] | {"run_dir": str(path.parent)} | explicit)  # a checkpoint's settings, and the flags given
     cfg.validate()
     if cfg.llm_only and "eval" not in modes:
         raise InputError("--llm_only: is for --eval CKPT (a run's table has the LLM alone, too)")
+    for name, value in explicit.items() if state else ():
+        if value != state["config"][name] and (name in ("env", "action_slots") if "eval" in modes else name not in RESUMABLE):
+            raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out")
     if "eval" in modes:
         restore(agent := Agent(cfg), state, path)
         with open_eval_pool(cfg) as pool:
             return print(table({"LLM alone" if cfg.llm_only else "evaluation": evaluate(agent, pool, cfg.llm_only)}))
-    for name, value in explicit.items() if state else ():
-        if name not in RESUMABLE and value != state["config"][name]:
-            raise InputError(f"--{name} {value}: the checkpoint was made with {state['config'][name]}; leave the flag out to resume")
     results, run_dir = train(cfg, state)
     if cfg.baseline and cfg.alpha:
         path = run_dir / "unizero" / "checkpoint.pt"
@@ -993,7 +993,7 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, FloatingPointError) as error:
         sys.exit(print(f"priorzero.py: {error}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -74,6 +74,8 @@ def same(a, b):
     ("--nonsense", "--nonsense"),
     ("--resume --run_dir nowhere", "not a readable checkpoint"),
     ("--eval nowhere.pt", "not a readable checkpoint"),
+    ("--eval=", "not a readable checkpoint"),
+    ("--alp 0.5", "unrecognized arguments"),
     ("--plot nowhere", "no readable metrics.jsonl"),
     ("--device cuda:99", "--device cuda:99: choose one of auto, cpu"),
     ("--llm_only", "--llm_only: is for --eval"),
@@ -89,6 +91,15 @@ def test_bad_input_is_one_line(monkeypatch, capsys, flags, message):
     assert exit_.value.code == 2 and err.startswith("priorzero.py: ") and message in err and "\n" not in err
 
 
+def test_a_run_that_diverges_ends_with_one_line(monkeypatch, capsys):
+    flags = "--alpha 0 --env_steps 96 --eval_episodes 0 --warmup_steps 0 --replay_ratio 1 --wm_lr 1e30 --num_simulations 2 --max_steps 2 --run_dir a"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags.split()])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    err = capsys.readouterr().err
+    assert exit_.value.code == 2 and "non-finite loss or gradient, places" in err.splitlines()[-1] and "Traceback" not in err
+
+
 def test_checkpoint_of_another_shape(toy, capsys):
     toy("--alpha", 0, "--env_steps", 8, "--run_dir", "a")
     with pytest.raises(pz.InputError, match="another shape"):
@@ -97,9 +108,19 @@ def test_checkpoint_of_another_shape(toy, capsys):
         toy("--resume", "a/checkpoint.pt", "--width", 32)
     with pytest.raises(pz.InputError, match="already holds a run"):
         toy("--alpha", 0, "--env_steps", 8, "--run_dir", "a")
+    with pytest.raises(pz.InputError, match="--action_slots index: the checkpoint was made with text"):
+        toy("--eval", "a/checkpoint.pt", "--action_slots", "index")
     toy("--alpha", 0, "--env_steps", 8, "--run_dir", "b")
     with pytest.raises(pz.InputError, match="already holds a run"):
         toy("--resume", "a/checkpoint.pt", "--run_dir", "b", "--env_steps", 16)
+    for damaged in ('{"broken\n', '{"a": 1}\n', "[1]\n"):
+        Path("b/metrics.jsonl").write_text(damaged)
+        with pytest.raises(pz.InputError, match="metrics.jsonl is damaged"):
+            toy("--resume", "b/checkpoint.pt", "--env_steps", 16)
+    state = torch.load("b/checkpoint.pt", weights_only=True)
+    torch.save({name: value for name, value in state.items() if name != "texts"}, "b/checkpoint.pt")
+    with pytest.raises(pz.InputError, match="not a readable checkpoint"):
+        toy("--eval", "b/checkpoint.pt")
     Path("a/checkpoint.pt").write_bytes(Path("a/checkpoint.pt").read_bytes()[:-100])
     with pytest.raises(pz.InputError, match="not a readable checkpoint"):
         toy("--resume", "a/checkpoint.pt")
